@@ -1,4 +1,4 @@
-"""Decides which worker drives each stage, and where each unit's state comes from and goes. Pure and deterministic."""
+"""Decides which worker drives each stage, who sends it each unit's state, and who saves it. Pure and deterministic."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def place(
 ) -> tuple[Slot, ...]:
     """Assign workers to slots so that the fewest bytes have to move; returns slots ordered by (stage, replica).
 
-    The result is exact: it has the largest overlap between the bytes that workers hold and those that their stages
+    The result is exact: none has a larger overlap between the bytes that workers hold and those that their stages
     need. Workers of one type that hold the same units are interchangeable, so whole kinds of workers are assigned to
-    stages, and the cost hardly grows with the number of workers. There must be enough workers of each stage's type;
+    stages, and the time hardly grows with the number of workers. There must be enough workers of each stage's type;
     among equal workers, the later ones are left over. Replicas of a stage go to different VMs, or zones, as far as
     possible; see ``spread``.
     """
@@ -73,7 +73,7 @@ def choose_sources(
 
     A worker keeps what it holds. Other units come from living holders, with the bytes to send spread evenly and only
     over workers that hold a unit already (no chains). Units without a holder come from ``restore``: "checkpoint" or
-    "initial". Workers in ``unable`` cannot load: others read their units and send them, spread as evenly.
+    "initial". Workers in ``unable`` cannot read it: others read these units and send them, also spread evenly.
     """
     stages = [frozenset(units) for units in needed]
     lacked: dict[WorkerId, list[UnitId]] = {}
@@ -200,7 +200,7 @@ def spread(
 
 
 class _Dealing:
-    """The assignment so far. ``at[s]``: positions of workers; ``where``: the stage of each worker, None if left over.
+    """An assignment in progress. ``at[s]``: positions of workers; ``where``: each worker's stage, None if left over.
 
     ``rivals[s]``: the stages, s included, that share a section with s; ``holders[s]``: for each section of s, the
     stages that have it.
@@ -224,7 +224,7 @@ class _Dealing:
     def deal(self, kind: Sequence[int], wanted: Sequence[int]) -> None:
         """Assign workers of one kind, pipeline by pipeline and VM by VM, each to a stage that its VM does not have yet.
 
-        Workers of one VM are neighbours in that order, so that a pipeline continues within its VM. A VM with more
+        Workers of one VM are taken one after another, so that a pipeline stays within a VM. A VM with more
         workers than there are stages has its next turn only after all others. So no stage gets two workers of one VM if
         all workers are of one kind and there are enough VMs.
         """
@@ -250,7 +250,7 @@ class _Dealing:
         self.alike |= dict.fromkeys(kind, kind)
 
     def at_risk(self, stage: int) -> bool:
-        """Whether one VM has all workers, of several, for some section of this stage."""
+        """Whether a section of this stage has several workers, but all on one VM."""
         held = [self._on(holders) for holders in self.holders[stage]]
         return any(len(on) == 1 and on.total() > 1 for on in held)
 
@@ -263,10 +263,10 @@ class _Dealing:
         return total
 
     def mend(self, stage: int, tried: set[int]) -> bool:
-        """Swap a worker of a stage at risk with one of its kind on another VM; return whether that ended the risk.
+        """Swap a worker of a stage at risk with one of the same kind on another VM; return whether that ended the risk.
 
-        The other worker's stage may be mended in the same way, each stage once (``tried``). If that fails, all swaps
-        are undone.
+        If that puts the other worker's stage at risk, this is done there too, once for each stage (``tried``). If no
+        swap helps, all are undone.
         """
         tried.add(stage)
         changes = [

@@ -1,7 +1,7 @@
 """A spot cluster in virtual time, driven by the controller that drives real runs.
 
 Steps between which nothing else happens are skipped: the controller would decide the same each time.
-``tests/manager/test_jumping.py`` plays both ways, and checks that every later event and decision is equal.
+``tests/manager/test_jumping.py`` runs with and without skipping; every later event and decision must be equal.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ Watcher = Callable[[float, Event, Decision], None]
 
 
 def steps_alike(state: ControllerState, now_s: float, step_s: float, until_s: float) -> int:
-    """Return how many steps, including the one ordered at ``now_s``, are each followed by an ordinary one; each takes
-    ``step_s`` until it is decided, and ``until_s`` is the time of the next other event.
+    """Return how many steps, beginning with the one ordered at ``now_s``, are each followed by another plain step.
+    ``step_s``: how long each takes until it is decided. ``until_s``: when the next event of another kind happens.
     """
     saving = state.saving
     if not _is_steady(state, now_s):
@@ -118,7 +118,7 @@ def _with_order(state: ControllerState, order: OutstandingOrder | None) -> Contr
 
 
 def _is_steady(state: ControllerState, now_s: float) -> bool:
-    """Return whether the running step is one of many: no change of shape, save or known loss is near."""
+    """Return whether more steps like the running one follow: no change of shape, save or noticed loss is near."""
     step = state.step
     if state.phase is not Phase.TRAINING or step.order is None or step.order.version != state.version:
         return False
@@ -134,11 +134,11 @@ def _is_steady(state: ControllerState, now_s: float) -> bool:
 
 
 class SpotCluster:
-    """Plays a job on VMs that come and go, with processes in the virtual time of ``env``.
+    """Simulates a job on VMs that come and go, as SimPy processes in the virtual time of ``env``.
 
     One process is the manager (``_manage``), others are the actions of workers (:mod:`manager.simulation.spot.vms`).
-    The caller plays the lives of VMs: its processes call ``vm_came``, ``vm_noticed`` and ``vm_taken``. The run ends
-    once ``num_steps`` are done and saved. ``seed``: of random draws, if the job's durations have a spread.
+    The caller simulates the VMs: its processes call ``vm_came``, ``vm_noticed`` and ``vm_taken``. The run ends once
+    ``num_steps`` are done and saved. ``seed``: of the random durations, if the job's durations have a spread.
     ``num_expected``: VMs to wait for at the start. ``jumps``: skip steps between which nothing else happens.
     ``watcher`` is called with every event and its decision.
     """
@@ -214,7 +214,7 @@ class SpotCluster:
         self.env.process(wait())
 
     def play(self, until_s: float = math.inf) -> None:
-        """Play until this time, or until the run has ended."""
+        """Simulate until this time, or until the run has ended."""
         self._until_s = until_s
         with without_cycles():
             while self.finish is None and math.inf > min(self.env.peek(), self._wake_s) <= until_s:
@@ -243,16 +243,16 @@ class SpotCluster:
     # --- the manager -----------------------------------------------------------------------------------------
 
     def tell(self, events: Sequence[Told]) -> None:
-        """Tell the manager of events, together with all others of this instant."""
+        """Tell the manager of events, together with all others at the same virtual time."""
         self._told += events
         if not self._news.triggered:
             self._news.succeed()
 
     def _manage(self) -> Acting:
-        """Play the manager: it gets all events of one instant together, decides, and has the decisions carried out.
+        """Simulate the manager: it gets all events of one time together, decides, and has the decisions carried out.
 
         It also wakes up at the controller's next deadline. Each decision moves this deadline, and SimPy cannot cancel a
-        timeout, so ``play`` sets the alarm only once nothing else happens before it.
+        timeout, so ``play`` makes one only once no event comes before the deadline.
         """
         while self.finish is None:
             yield self._news
@@ -320,7 +320,7 @@ class SpotCluster:
         return _of(by_kind, SendStep)
 
     def _give(self, steps: list[SendStep], *, jumps: bool) -> Acting:
-        """Give the orders of a step, or of a later one, if nothing else happens until many equal steps are decided."""
+        """Send a step's orders; with ``jumps``, first skip the steps that are decided before anything else happens."""
         order = steps[0].order
         if jumps:
             yield from self._end_of_instant()
@@ -366,7 +366,7 @@ def _raise_as_it_is(process: simpy.Event) -> None:
 
 @contextlib.contextmanager
 def without_cycles() -> Iterator[None]:
-    """Turn off the search for cycles of objects: decisions form none, and the search takes longer than deciding."""
+    """Turn off Python's garbage collector: decisions form no reference cycles, and it takes longer than deciding."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -400,7 +400,7 @@ def _of(by_kind: ByKind, kind: type[Kind]) -> list[Kind]:
 
 
 def _record_of(decision: Decision, by_kind: ByKind) -> DecisionRecord:
-    """Return the actions that the ledger reads; of orders, only one that lets a worker write its state."""
+    """Return a record with only what the ledger reads: of step and commit orders, only the first that saves."""
     reshapes, state = _of(by_kind, SendReshape), decision.state
     steps = [action for action in _of(by_kind, SendStep) if action.order.checkpoint_units][:1]
     commits = [action for action in _of(by_kind, SendCommit) if action.order.checkpoint_units][:1]
