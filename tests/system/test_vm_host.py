@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from manager.engine.joining.link_server import listen
-from manager.engine.on_ray import ray_cluster, ray_environment
+from manager.engine.on_ray import ray_cluster, ray_environment, vm_host
 from manager.engine.on_ray.launcher import RayLauncher
 from manager.engine.on_ray.ray_cluster import RayCluster
 from manager.engine.on_ray.ray_environment import prepare
@@ -227,6 +227,18 @@ def test_vms_boot_together_and_deaths_while_booting_or_up_are_reported_immediate
     zombies = [child.pid for child in owned.host.children() if child.status() == psutil.STATUS_ZOMBIE]
     assert set(zombies) <= {raylets["vm1"].pid}  # Ray still waits for this one
     assert owned.gone == ["vm0"]
+
+
+def test_the_end_of_a_raylet_is_told_with_the_last_error_of_a_long_log(tmp_path: Path) -> None:
+    log = tmp_path / "raylet.out"
+    log.write_text("[2026-01-01 10:00:00,1 E 1 1] (raylet) a.cc:1: before\n" + "[2026 I 1 1] fine\n" * 9_999, "utf-8")
+    with subprocess.Popen(["sleep", "600"]) as killed:
+        killed.kill()
+        ended = os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+    assert vm_host._why(ended, log) == "by signal 9", "what is far from the end of the log is not why"
+    with log.open("a", encoding="utf-8") as file:
+        file.write("[2026-01-01 10:00:09,1 C 1 1] (raylet) b.cc:2: no port\n")
+    assert vm_host._why(ended, log) == "by signal 9: (raylet) b.cc:2: no port"
 
 
 def test_a_head_node_dies_with_its_agent_or_owner(
