@@ -27,7 +27,8 @@ from manager.report.live import LiveRun
 from manager.report.values import RunReport
 from manager.run import session
 from manager.run.controller_config import starting_from
-from manager.run.prepared import PreparedRun, RunCode
+from manager.run.job_code import TrainedCode
+from manager.run.prepared import PreparedRun
 from manager.run.recovery import recovery_of, write_recovery
 from manager.run.request import IfChanged, keep_request
 from manager.run.session import Restarts, run_until_it_ends
@@ -77,7 +78,7 @@ class ManagedRun:
         self._is_new = not is_run(run.run_dir)
         self._wait = partial(patiently, limit_s=0.0 if self._is_new else LIMIT_S)  # a resumed run waits for its disk
         unpack = run.cloud is not None
-        self._trained = RunCode(run.request.job, run.profile, run.job_files, if_changed, doing, unpack=unpack)
+        self._trained = TrainedCode(run.request.job, run.profile, run.job_files, if_changed, doing, unpack=unpack)
         self._prices = run.prices()
         policy = run.cluster.policy
         self._restarts = Restarts(policy.give_up_after_s, rest_at_most_s=policy.rules.wait.vms_patience_s)
@@ -304,7 +305,7 @@ def _begin_machines(run: PreparedRun, ending: ExitStack) -> list[OpenMachines]:
     return []
 
 
-def _leave_recovery(run: PreparedRun, opened: RunDir, trained: RunCode) -> None:
+def _leave_recovery(run: PreparedRun, opened: RunDir, trained: TrainedCode) -> None:
     """Store beside the checkpoints what another machine needs to resume the run; the run continues if that fails."""
     limit_s = run.cluster.policy.rules.checkpoints.file_limit_s(0)
     try:

@@ -22,7 +22,8 @@ import fsspec
 from pydantic import Field, ValidationError, field_validator
 
 from manager.run.checkpoint_location import no_checkpoint, stored_at
-from manager.run.prepared import PreparedRun, keep
+from manager.run.job_code import keep
+from manager.run.prepared import PreparedRun
 from manager.run.request import IfChanged, RunRequest, absolute_job, folder_of, kept_request
 from manager.run_dir import (
     COMMAND,

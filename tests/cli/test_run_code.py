@@ -14,8 +14,9 @@ import pytest
 from manager.commands.run_view import run_view
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.state import initial_state
+from manager.run.job_code import TrainedCode
 from manager.run.managed_run import ManagedRun
-from manager.run.prepared import PreparedRun, RunCode
+from manager.run.prepared import PreparedRun
 from manager.run.request import IfChanged, RunRequest, keep_request
 from manager.run.session import RunSpec
 from manager.run_dir import RunDir, RunFacts, read_facts
@@ -52,9 +53,9 @@ def facts(given: Given, job: str | None = None) -> RunFacts:
     )
 
 
-def run_code(given: Given, if_changed: IfChanged = IfChanged.REFUSE, job: str | None = None) -> RunCode:
+def run_code(given: Given, if_changed: IfChanged = IfChanged.REFUSE, job: str | None = None) -> TrainedCode:
     path = job or given.job
-    return RunCode(path, given.profile, collect(path), if_changed, print, unpack=False)
+    return TrainedCode(path, given.profile, collect(path), if_changed, print, unpack=False)
 
 
 @pytest.fixture
