@@ -1,34 +1,44 @@
-"""What a run was asked for, with the content of all that it names: read, resolved and checked."""
+"""What a run was asked for, with the content of all that it names: read, resolved, checked and planned."""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 from manager.accounting.spent import Prices, no_price, prices_of
 from manager.controller.state.config import ControllerConfig, Offer
 from manager.controller.state.events import NodeFacts
+from manager.engine.loop.lease import Lease, this_process
+from manager.engine.machines.machines import Processes
+from manager.engine.machines.vm_sources import machines_of
 from manager.run.checkpoint_location import check_storage, check_url
 from manager.run.controller_config import constant_trace, controller_config
+from manager.run.job_code import TrainedCode
 from manager.run.markets import Cloud, check_listening, check_loopback, load_cloud
 from manager.run.request import (
     SHORT_OPTIONS,
+    IfChanged,
     RunRequest,
     absolute_job,
     absolute_url,
     folder_of,
     short_path,
 )
-from manager.run_dir import RunFacts, is_run, read_facts
+from manager.run_dir import RunFacts, check_free, is_run, read_facts
 from manager.trackers.alerts import check_notify
 from manager.trackers.sinks import check_trackers
+from morph.checkpoint.newest import find_whole
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig, JobFile, LocalVms
 from morph.contract.errors import ConfigError
 from morph.contract.job_facts import Epochs
-from morph.contract.profile import Profile, load_profile
+from morph.contract.pool import several_types
+from morph.contract.profile import Profile, estimates, load_profile, other_device, other_links
 from morph.contract.trace import Trace, load_trace
 from morph.jobs.files import JobFiles, split_job
 from morph.jobs.snapshot import collect
@@ -37,12 +47,12 @@ from simulator import PlanRequest
 
 
 @dataclass(frozen=True)
-class PreparedRun:
+class Inputs:
     """A run's request with all its files read and its paths resolved.
 
     ``request``: the request with the options of a job file, which may also be its cluster file (see ``in_file``).
     ``requested``: the request as given, to be stored; None: nothing is stored. ``job_files``: the job's files as they
-    are now. ``trace``: None: the VMs come at the start. ``stop_with_trace``: see :class:`manager.run.session.RunSpec`.
+    are now. ``trace``: None: the VMs come at the start. ``stop_with_trace``: see ``SessionSpec``.
     """
 
     request: RunRequest
@@ -56,7 +66,7 @@ class PreparedRun:
     requested: RunRequest | None = None
     stop_with_trace: bool = False
 
-    def in_steps(self, epochs: Epochs) -> PreparedRun:
+    def in_steps(self, epochs: Epochs) -> Inputs:
         """Return the same inputs with their length in steps, if it was requested in epochs."""
         num = self.request.epochs
         if num is None:
@@ -178,21 +188,25 @@ def _digest(value: Value) -> str:
     return hashlib.sha256(value.model_dump_json().encode()).hexdigest()[:16]
 
 
-def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
+def read_inputs(request: RunRequest, run_dir: Path | None) -> Inputs:
     """Read a run's request, and check everything that can be checked without loading the job.
 
     Its paths are relative to the working directory. ``run_dir``: instead of the job's own. InputError: a file is wrong,
     or an option is missing.
     """
-    run = _read(request, run_dir)
-    step, source, vms = request.timeline_step, str(run.request.cluster), run.cluster.vms
-    if step is not None and run.request.epochs is None and step >= run.request.steps:
-        allowed = f"0 to {run.request.steps - 1}"
+    if request.is_job_file:
+        path = Path(request.job)
+        inputs = resolve(request, path, load_job_file(path, request.settings), run_dir)
+    else:
+        inputs = _read_options(request, run_dir)
+    step, source, vms = request.timeline_step, str(inputs.request.cluster), inputs.cluster.vms
+    if step is not None and inputs.request.epochs is None and step >= inputs.request.steps:
+        allowed = f"0 to {inputs.request.steps - 1}"
         raise ConfigError("is never run", field="--timeline-step", value=step, allowed=allowed)
-    run.prices()
+    inputs.prices()
     trace = load_trace(request.trace).from_first_event().scaled(1 / request.trace_speed) if request.trace else None
-    if run.cloud is not None:
-        check_listening(run.cloud, source)
+    if inputs.cloud is not None:
+        check_listening(inputs.cloud, source)
     if trace is not None and vms.keep is not None:
         raise ConfigError(
             "the trace determines which VMs come and go",
@@ -201,13 +215,10 @@ def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
             value=vms.keep,
             allowed="vms.keep or --trace, not both",
         )
-    return replace(run, trace=trace, requested=request)
+    return replace(inputs, trace=trace, requested=request)
 
 
-def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:
-    if request.is_job_file:
-        path = Path(request.job)
-        return resolve(request, path, load_job_file(path, request.settings), run_dir)
+def _read_options(request: RunRequest, run_dir: Path | None) -> Inputs:
     if not any(split_job(request.job)):
         raise ConfigError(
             "is not a job", field="JOB", value=request.job, allowed="path/to/file.py:name, or a job file (YAML)"
@@ -225,7 +236,7 @@ def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:
     return _with_cloud(complete, profile, cluster, run_dir, "--checkpoint-url")
 
 
-def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None = None) -> PreparedRun:
+def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None = None) -> Inputs:
     """Resolve the paths in a job file against its folder; ``request`` has the other options.
 
     ConfigError: the code file does not exist, or the batch is not the profile's. ProfileError: the profile cannot be
@@ -260,9 +271,7 @@ def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None
     return replace(_with_cloud(complete, profile, file, run_dir, "job.checkpoint_url"), in_file=True)
 
 
-def _with_cloud(
-    request: RunRequest, profile: Profile, cluster: ClusterConfig, run_dir: Path, url_field: str
-) -> PreparedRun:
+def _with_cloud(request: RunRequest, profile: Profile, cluster: ClusterConfig, run_dir: Path, url_field: str) -> Inputs:
     """Read the cloud file if a provider brings the VMs; check that the VMs can reach manager and checkpoints."""
     assert request.cluster is not None
     source, url = str(request.cluster), request.checkpoint_url
@@ -273,9 +282,92 @@ def _with_cloud(
         check_url(url, source, url_field)
     cloud = load_cloud(cluster, request.cluster)
     if cloud is None:
-        return PreparedRun(request, profile, cluster, run_dir, collect(request.job))
+        return Inputs(request, profile, cluster, run_dir, collect(request.job))
     cloud.market.check_job_name(profile.job.name, str(request.profile), "job.name")
     check_loopback(cloud, source)
     check_storage(cloud.vms, url, source, url_field)
     files = collect(request.job, cloud.vms.environment.files, source)
-    return PreparedRun(request, profile, cluster, run_dir, files, cloud)
+    return Inputs(request, profile, cluster, run_dir, files, cloud)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that may begin or continue.
+
+    ``code``: the code on which it trains. ``facts``: the identity of its directory. ``planned``: plans shapes, at the
+    first call. ``machines``: the process of the first session's workers, if it was begun. ``is_new``: whether the run
+    has yet to begin. ``take_over``: take the checkpoints' storage over from another manager, which may still run.
+    """
+
+    inputs: Inputs
+    code: TrainedCode
+    facts: RunFacts
+    planned: Callable[[], ControllerConfig]
+    prices: Prices | None
+    machines: Processes | None
+    is_new: bool
+    take_over: bool
+
+
+@contextmanager
+def prepared(
+    inputs: Inputs,
+    if_changed: IfChanged = IfChanged.REFUSE,
+    *,
+    doing: Callable[[str], None] = lambda _phase: None,
+    take_over: bool = False,
+) -> Iterator[Prepared]:
+    """Check storage and the job, and plan; what is begun meanwhile ends with the context.
+
+    A run that has begun may still live: its job is not loaded and no shape is planned before that is known.
+    ``if_changed``: what to do if the job is not the one that the run began with. ``doing``: tells the user the next
+    phase. InputError: the run cannot begin. CheckpointError: storage does not answer, and the run is new. In both cases
+    nothing was started or written.
+    """
+    check_free(inputs.run_dir)
+    is_new, url = not is_run(inputs.run_dir), inputs.request.checkpoint_url
+    unpack = inputs.cloud is not None
+    code = TrainedCode(inputs.request.job, inputs.profile, inputs.job_files, if_changed, doing, unpack=unpack)
+    prices, machines = inputs.prices(), None
+    with ExitStack() as ending:
+        if is_new and url is not None:
+            # this is first because the job takes longer, and because files left after a wrong key would be in the way
+            if not take_over:
+                Lease(url, this_process("", inputs.run_dir)).check_free()
+            find_whole(url)
+        if is_new:
+            machines = _begin_machines(inputs, ending)
+        if is_new or not inputs.profile.units:  # a job that cannot run leaves nothing behind
+            code.check()
+        if inputs.request.epochs is not None:
+            inputs = inputs.in_steps(code.epochs(inputs.run_dir))
+        planned = cache(inputs.config)  # once, as planning for many VMs takes time; not if a run is taken over
+        if is_new:
+            _warn(inputs, planned())
+        yield Prepared(inputs, code, inputs.facts(planned), planned, prices, machines, is_new, take_over)
+
+
+def _begin_machines(inputs: Inputs, ending: ExitStack) -> Processes | None:
+    """While the job is checked, let the process that forks local workers import the modules that they need."""
+    vms = inputs.cluster.vms
+    if isinstance(vms, LocalVms) and not vms.under_ray:
+        machines = machines_of(vms, None, None, inputs.run_dir, inputs.identity["JOB"])
+        assert isinstance(machines, Processes)
+        with suppress(OSError):  # the session reports the error
+            begun = machines.begin(inputs.cluster.policy.takeover_patience_s)
+            ending.callback(begun.close)
+            return replace(machines, begun=begun)
+    return None
+
+
+def _warn(inputs: Inputs, config: ControllerConfig) -> None:
+    profile, vms = inputs.profile, inputs.cluster.vms
+    links = other_links(profile, vms.links, vms.rings) if vms.device == "cuda" else ()
+    types = several_types(config.type_compute_s)
+    for sentence in (*estimates(profile), *other_device(profile, vms.device), *links, *([types] if types else [])):
+        tell(f"warning: {sentence}")
+
+
+def tell(sentence: str) -> None:
+    """Tell the user something about the run, on standard error."""
+    print(sentence, file=sys.stderr)

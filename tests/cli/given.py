@@ -12,7 +12,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from manager.commands.run_view import run_view
 from manager.engine.on_processes import process_vms
+from manager.run.prepared import Inputs, prepared
+from manager.run.train import train
 from morph.cli.main import app
 from morph.contract.profile import Profile
 
@@ -174,3 +177,9 @@ class Given:
             *("run", job or self.job, "--profile", profile or self.folder / "profile.json"),
             *("--cluster", self.folder / "cluster.yaml", "--run-dir", self.run_dir, *more),
         )
+
+
+def train_plainly(inputs: Inputs, *, take_over: bool = False) -> None:
+    """Prepare a run and train it to its end, with plain lines."""
+    with prepared(inputs, take_over=take_over) as run:
+        train(run, lambda live: run_view(live, plain=True))

@@ -11,20 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from manager.commands.run_view import run_view
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.state import initial_state
 from manager.run.job_code import TrainedCode
-from manager.run.managed_run import ManagedRun
-from manager.run.prepared import PreparedRun
+from manager.run.prepared import Inputs
 from manager.run.request import IfChanged, RunRequest, keep_request
-from manager.run.session import RunSpec
+from manager.run.session import SessionSpec
 from manager.run_dir import RunDir, RunFacts, read_facts
 from morph.contract.cluster import ClusterConfig, LocalVms
 from morph.contract.errors import JobError, RunDirError
 from morph.contract.profile import load_profile
 from morph.jobs.snapshot import collect
-from tests.cli.given import JOBS, Given, without_phases
+from tests.cli.given import JOBS, Given, train_plainly, without_phases
 from tests.waiting import BOUND_S
 
 pytestmark = pytest.mark.slow
@@ -239,45 +237,45 @@ def test_a_resumed_run_keeps_the_planned_micro_batch_size(
     free = load_profile(given.edited(lambda profile: profile["job"].pop("micro_batch_size")))
     with RunDir(given.run_dir, facts(given).model_copy(update={"micro_batch_size": m})):
         pass
-    sessions: list[RunSpec] = []
+    sessions: list[SessionSpec] = []
 
-    def session(spec: RunSpec, *_: object, **__: object) -> None:
+    def session(spec: SessionSpec, *_: object, **__: object) -> None:
         sessions.append(spec)
         raise Begun
 
-    monkeypatch.setattr("manager.run.session.run_session", session)
+    monkeypatch.setattr("manager.run.train.run_session", session)
     vms = ClusterConfig(vms=LocalVms(num_vms=2))
-    run = PreparedRun(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
+    run = Inputs(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
     with pytest.raises(Begun):
-        ManagedRun(run, lambda live: run_view(live, plain=True)).train()
+        train_plainly(run)
     (begun,) = sessions
     assert {begun.micro_batch_size, *(plan.micro_batch_size for plan in begun.config.plans.values())} == {m}
 
 
 def test_shapes_are_planned_once_and_never_for_an_adopted_run(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
     """For hundreds of VMs, planning takes longer than VMs survive without their manager."""
-    planned: list[PreparedRun] = []
-    plan = PreparedRun.config
+    planned: list[Inputs] = []
+    plan = Inputs.config
 
-    def counted(run: PreparedRun) -> ControllerConfig:
+    def counted(run: Inputs) -> ControllerConfig:
         planned.append(run)
         return plan(run)
 
-    sessions: list[RunSpec] = []
+    sessions: list[SessionSpec] = []
 
-    def session(spec: RunSpec, *_: object, **__: object) -> None:
+    def session(spec: SessionSpec, *_: object, **__: object) -> None:
         sessions.append(spec)
         raise Begun
 
-    monkeypatch.setattr(PreparedRun, "config", counted)
-    monkeypatch.setattr("manager.run.session.run_session", session)
+    monkeypatch.setattr(Inputs, "config", counted)
+    monkeypatch.setattr("manager.run.train.run_session", session)
     free = load_profile(given.edited(lambda profile: profile["job"].pop("micro_batch_size")))
     vms = ClusterConfig(vms=LocalVms(num_vms=2))
-    run = PreparedRun(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
+    run = Inputs(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
 
     def begin() -> None:
         with pytest.raises(Begun):
-            ManagedRun(run, lambda live: run_view(live, plain=True)).train()
+            train_plainly(run)
 
     begin()
     assert planned == [run]

@@ -6,6 +6,7 @@ import os
 import signal
 from collections.abc import Callable
 from functools import partial
+from itertools import count
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,8 +14,8 @@ import pytest
 
 from manager.controller.state.actions import Finish
 from manager.engine.loop.driver import Observed
-from manager.run import session as module
-from manager.run.session import Restarts, run_until_it_ends
+from manager.run import train as module
+from manager.run.train import Restarts
 from morph.contract.errors import ClusterError, ClusterLost
 
 FINISHED = Finish(outcome="finished", sentence="done")
@@ -48,11 +49,24 @@ def sessions(
     return session
 
 
+def run_until_it_ends(session: Callable[[int], Finish], restarts: Restarts) -> Finish:
+    """Run one session after another, as ``train`` does."""
+    for number in count():
+        end: Finish | ClusterError
+        try:
+            end = session(number)
+        except ClusterError as error:
+            end = error
+        if (finish := restarts.after(end)) is not None:
+            return finish
+    raise AssertionError("an endless count ended")
+
+
 def test_a_lost_cluster_is_replaced_at_once_then_after_growing_pauses(pauses: list[float]) -> None:
     told: list[str] = []
     failed = ClusterError("Ray did not start")
     ends = (GONE, failed, failed, GONE, FINISHED)
-    assert run_until_it_ends(sessions(*ends), Restarts(3600), told.append) == FINISHED
+    assert run_until_it_ends(sessions(*ends), Restarts(3600, told.append)) == FINISHED
     assert pauses == [0.0, 5.0, 10.0, 20.0]
     assert told[0] == "the head node is gone; the run goes on from its newest checkpoint at once"
     assert told[1] == "Ray did not start; the run goes on from its newest checkpoint in 5 s"
@@ -65,13 +79,13 @@ def test_a_decided_step_makes_the_pauses_short_again(pauses: list[float]) -> Non
         for version in (5, 6) if number == 2 else (5, 5):
             restarts(at_version(version))
 
-    assert run_until_it_ends(sessions(GONE, GONE, GONE, FINISHED, begin=begin), restarts, lambda _: None) == FINISHED
+    assert run_until_it_ends(sessions(GONE, GONE, GONE, FINISHED, begin=begin), restarts) == FINISHED
     assert pauses == [0.0, 5.0, 0.0]
 
 
 def test_a_cluster_that_never_came_up_is_an_error_at_once(pauses: list[float]) -> None:
     with pytest.raises(ClusterError, match="no Ray"):
-        run_until_it_ends(sessions(ClusterError("no Ray")), Restarts(3600), lambda _: None)
+        run_until_it_ends(sessions(ClusterError("no Ray")), Restarts(3600))
     assert pauses == []
 
 
@@ -82,18 +96,18 @@ def test_a_cluster_that_fails_to_start_is_retried_in_a_continued_run(pauses: lis
     failed = ClusterError("Ray did not start")
     played = sessions(failed, failed, FINISHED, begin=lambda _: restarts.begin_at(version))
     if version:
-        assert run_until_it_ends(played, restarts, lambda _: None) == FINISHED
+        assert run_until_it_ends(played, restarts) == FINISHED
         assert pauses == [0.0, 5.0]
     else:
         with pytest.raises(ClusterError, match="Ray did not start"):
-            run_until_it_ends(played, restarts, lambda _: None)
+            run_until_it_ends(played, restarts)
     assert not restarts.has_run
 
 
 def test_a_run_that_was_to_stop_is_not_begun_again(pauses: list[float]) -> None:
     restarts = Restarts(3600)
     with pytest.raises(ClusterLost, match="the head node is gone"):
-        run_until_it_ends(sessions(GONE, begin=lambda _: restarts(at_version(5, "SIGINT"))), restarts, lambda _: None)
+        run_until_it_ends(sessions(GONE, begin=lambda _: restarts(at_version(5, "SIGINT"))), restarts)
     assert pauses == []
 
 
@@ -107,22 +121,22 @@ def test_an_error_that_ends_a_session_is_not_a_users_stop(pauses: list[float], a
 
     played = sessions(ClusterLost("vm0 failed at step 5"), FINISHED, begin=begin)
     if asked is None:
-        assert run_until_it_ends(played, restarts, lambda _: None) == FINISHED
+        assert run_until_it_ends(played, restarts) == FINISHED
     else:
         with pytest.raises(ClusterLost):
-            run_until_it_ends(played, restarts, lambda _: None)
+            run_until_it_ends(played, restarts)
     assert pauses == ([0.0] if asked is None else [])
 
 
 def test_at_the_limit_the_run_ends_and_says_whose_limit_it_is(pauses: list[float]) -> None:
     now_s = [0.0]
-    restarts = Restarts(100, lambda: now_s[0])
+    restarts = Restarts(100, clock=lambda: now_s[0])
 
     def begin(_number: int) -> None:
         now_s[0] += 40
 
     with pytest.raises(ClusterError, match=r"the head node is gone; no step was decided for 100 s \(policy.give_up"):
-        run_until_it_ends(sessions(*[GONE] * 9, begin=begin), restarts, lambda _: None)
+        run_until_it_ends(sessions(*[GONE] * 9, begin=begin), restarts)
     assert len(pauses) == 3
 
 
@@ -143,7 +157,7 @@ def test_a_signal_between_two_sessions_stops_the_run() -> None:
 
     previous = signal.signal(signal.SIGALRM, ask)
     try:
-        finish = run_until_it_ends(sessions(GONE, failed, begin=begin), Restarts(3600), lambda _: None)
+        finish = run_until_it_ends(sessions(GONE, failed, begin=begin), Restarts(3600))
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert finish == Finish(outcome="stopped", sentence="SIGTERM before the run had a cluster again")
@@ -155,9 +169,9 @@ RESTS = Finish(outcome="stopped", sentence="n4 could not be set up; version 5 is
 def test_a_run_without_progress_rests_ever_longer_up_to_its_limit(pauses: list[float]) -> None:
     told: list[str] = []
     times_s = iter([0.0, 60.0, 3000.0])
-    restarts = Restarts(3600, lambda: next(times_s), rest_at_most_s=2000.0)
+    restarts = Restarts(3600, told.append, lambda: next(times_s), 2000.0)
     begin = partial(restarts.begin_at, 5)
-    assert run_until_it_ends(sessions(RESTS, RESTS, RESTS, begin=lambda _: begin()), restarts, told.append) == RESTS
+    assert run_until_it_ends(sessions(RESTS, RESTS, RESTS, begin=lambda _: begin()), restarts) == RESTS
     assert pauses == [60.0, 120.0]
     assert told[0] == f"{RESTS.sentence}; the run rests without VMs, and tries again in 60 s"
 
@@ -170,10 +184,10 @@ def test_a_decided_step_makes_the_rests_short_again(pauses: list[float]) -> None
             restarts(at_version(version))
 
     ends = (RESTS, RESTS, RESTS, FINISHED)
-    assert run_until_it_ends(sessions(*ends, begin=begin), restarts, lambda _: None) == FINISHED
+    assert run_until_it_ends(sessions(*ends, begin=begin), restarts) == FINISHED
     assert pauses == [60.0, 120.0, 60.0]
 
 
 def test_a_run_that_never_trained_does_not_rest(pauses: list[float]) -> None:
-    assert run_until_it_ends(sessions(RESTS), Restarts(3600, rest_at_most_s=2000.0), lambda _: None) == RESTS
+    assert run_until_it_ends(sessions(RESTS), Restarts(3600, rest_at_most_s=2000.0)) == RESTS
     assert pauses == []

@@ -29,6 +29,8 @@ WHOLE = {
     "checkpoint": ("manager/controller/steps/", "manager/engine/loop/", "morph/checkpoint/"),
 }
 """Folders of which a walk names every file on its way."""
+STAIR = ("manager/commands/", "manager/run/")
+"""Folders of which all that a walk names is entered by one thread."""
 
 
 class Walks:
@@ -66,7 +68,10 @@ def _file_and_name(code: CodeType) -> tuple[str, str]:
 
 
 def check_walks(traced: dict[str, list[str]]) -> None:
-    """Check that each walk of CONTRIBUTING.md names all entered files of ``WHOLE``, and no others as its steps."""
+    """Check that each walk of CONTRIBUTING.md names all entered files of ``WHOLE``, and no others as its steps.
+
+    Steps in ``STAIR`` are in the order in which they were first entered.
+    """
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for walk, entered in traced.items():
         section = text.split(f"(walk: {walk})")[1].split("\n**")[0].split("\n## ")[0]
@@ -75,6 +80,8 @@ def check_walks(traced: dict[str, list[str]]) -> None:
         whole = [file for file in entered if file.startswith(WHOLE[walk])]
         assert [file for file in steps if file.startswith(WHOLE[walk]) and file not in entered] == [], walk
         assert [file for file in whole if file not in beside] == [], walk
+        stair = [file for file in entered if file in steps and file.startswith(STAIR)]
+        assert stair == [file for file in steps if file.startswith(STAIR)], walk
 
 
 def main() -> None:
