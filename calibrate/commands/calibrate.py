@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from calibrate.commands.calibrate_peer import TOKEN_HELP
+from morph.cli.reading.help import offered
 from morph.cli.reading.options import JobArgument
 from morph.cli.reading.progress import Told, doing, progress
 
@@ -59,6 +60,7 @@ class RingName(StrEnum):
 
 
 def calibrate_command(
+    context: typer.Context,
     job: JobArgument,
     output: Annotated[
         Path | None,
@@ -151,7 +153,7 @@ def calibrate_command(
             progress=told,
             check=_check_job,
         )
-        return _with_commit_round(found, samples) if commit_round else found
+        return _with_commit(found, offered(context, "commit round")(samples)) if commit_round else found
 
     doing(f"loading PyTorch and {job}")
     from morph.preflight.checks import users_code
@@ -230,13 +232,11 @@ def _peer_address(peer: str | None, token_file: Path | None) -> PeerAddress | No
     return PeerAddress(host, port, find_token(token_file, os.environ.get(TOKEN_VARIABLE)))
 
 
-def _with_commit_round(profile: Profile, num_samples: int) -> Profile:
+def _with_commit(profile: Profile, samples_s: list[float]) -> Profile:
     from calibrate.timing.samples import timing
-    from manager.engine.on_processes.commit_round import measure_commit_round
 
-    commit = timing(measure_commit_round(num_samples))
     sources = {field: source for field, source in profile.sources.items() if field != "commit"}
-    return profile.model_copy(update={"commit": commit, "sources": sources})
+    return profile.model_copy(update={"commit": timing(samples_s), "sources": sources})
 
 
 def _show(profile: Profile, node_type: str | None) -> None:
