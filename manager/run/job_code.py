@@ -112,7 +112,7 @@ class TrainedCode:
             return pack(self._job_path, self.files, unpack=self._unpack)
         if self._changed:
             print(
-                f"going on with the code that the run began with, without what was changed: {self._names}",
+                f"going on with the code that the run began with, without what was changed: {', '.join(self._changed)}",
                 file=sys.stderr,
             )
         self.files, self._kept = began, code
@@ -163,7 +163,7 @@ class TrainedCode:
         self._accepted = (
             f"{differing or 'no setting differs'}; applies from the next step on{where}; as saved: {', '.join(stays)}"
         )
-        files = f"changed code: {self._names}; " if self._changed else ""
+        files = f"changed code: {', '.join(self._changed)}; " if self._changed else ""
         print(f"going on with what was changed: {files}{self._accepted}", file=sys.stderr)
 
     def facts(self, code: JobCode) -> tuple[Fact, ...]:
@@ -171,14 +171,10 @@ class TrainedCode:
         facts = [Fact(name="job_code", detail=f"sha256 {code.sha256}: {', '.join(sorted(self.files.files))}")]
         if self._changed:
             name = "changed_code_accepted" if self._if_changed is IfChanged.ACCEPT else "changed_code_ignored"
-            facts.append(Fact(name=name, detail=self._names))
+            facts.append(Fact(name=name, detail=", ".join(self._changed)))
         if self._accepted:
             facts.append(Fact(name="changed_job_accepted", detail=self._accepted))
         return tuple(facts)
-
-    @property
-    def _names(self) -> str:
-        return ", ".join(self._changed)
 
 
 def keep(run_dir: Path, code: JobCode, cut: HandedCut | None = None) -> None:

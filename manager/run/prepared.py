@@ -27,6 +27,7 @@ from manager.run.request import (
     absolute_job,
     absolute_url,
     folder_of,
+    is_job_file,
     short_path,
 )
 from manager.run_dir import RunFacts, check_free, is_run, read_facts
@@ -194,7 +195,7 @@ def read_inputs(request: RunRequest, run_dir: Path | None) -> Inputs:
     Its paths are relative to the working directory. ``run_dir``: instead of the job's own. InputError: a file is wrong,
     or an option is missing.
     """
-    if request.is_job_file:
+    if is_job_file(request.job):
         path = Path(request.job)
         inputs = resolve(request, path, load_job_file(path, request.settings), run_dir)
     else:
