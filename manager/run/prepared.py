@@ -37,7 +37,6 @@ from morph.checkpoint.newest import find_whole
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig, JobFile, LocalVms
 from morph.contract.errors import ConfigError
-from morph.contract.job_facts import Epochs
 from morph.contract.pool import several_types
 from morph.contract.profile import Profile, estimates, load_profile, other_device, other_links
 from morph.contract.trace import Trace, load_trace
@@ -66,13 +65,6 @@ class Inputs:
     in_file: bool = False
     requested: RunRequest | None = None
     stop_with_trace: bool = False
-
-    def in_steps(self, epochs: Epochs) -> Inputs:
-        """Return the same inputs with their length in steps, if it was requested in epochs."""
-        num = self.request.epochs
-        if num is None:
-            return self
-        return replace(self, request=self.request.model_copy(update={"steps": epochs.steps_of(num)}))
 
     @property
     def events(self) -> Trace:
@@ -340,8 +332,9 @@ def prepared(
             machines = _begin_machines(inputs, ending)
         if is_new or not inputs.profile.units:  # a job that cannot run leaves nothing behind
             code.check()
-        if inputs.request.epochs is not None:
-            inputs = inputs.in_steps(code.epochs(inputs.run_dir))
+        if (num := inputs.request.epochs) is not None:
+            steps = code.epochs(inputs.run_dir).steps_of(num)
+            inputs = replace(inputs, request=inputs.request.model_copy(update={"steps": steps}))
         planned = cache(inputs.config)  # once, as planning for many VMs takes time; not if a run is taken over
         if is_new:
             _warn(inputs, planned())

@@ -179,7 +179,11 @@ class Given:
         )
 
 
-def train_plainly(inputs: Inputs, *, take_over: bool = False) -> None:
-    """Prepare a run and train it to its end, with plain lines."""
-    with prepared(inputs, take_over=take_over) as run:
+class Begun(Exception):
+    """Raised instead of starting a session."""
+
+
+def begin(inputs: Inputs, *, take_over: bool = False) -> None:
+    """Prepare a run, and begin to train it; for tests with the fixture ``sessions``."""
+    with pytest.raises(Begun), prepared(inputs, take_over=take_over) as run:
         train(run, lambda live: run_view(live, plain=True))

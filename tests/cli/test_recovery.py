@@ -27,29 +27,12 @@ from morph.contract.errors import CheckpointsTaken, ConfigError, InputError, Run
 from morph.contract.profile import load_profile
 from morph.yaml_files import load_cluster
 from tests.checkpoint.test_manifest import save
-from tests.cli.given import JOBS, Given, train_plainly
+from tests.cli.given import JOBS, Begun, Given, begin
 from tests.cli.test_provided_vms import vms_of
 
 pytestmark = pytest.mark.slow
 
 TRACE = "time_s,event,node_id\n0,add,a\n0,add,b\n5,remove,a\n"
-
-
-class Begun(Exception):
-    """Raised instead of starting a session."""
-
-
-@pytest.fixture
-def sessions(monkeypatch: pytest.MonkeyPatch) -> list[SessionSpec]:
-    """Return the arguments of all sessions, of which none is started."""
-    begun: list[SessionSpec] = []
-
-    def session(spec: SessionSpec, *_: object, **__: object) -> None:
-        begun.append(spec)
-        raise Begun
-
-    monkeypatch.setattr("manager.run.train.run_session", session)
-    return begun
 
 
 def asked(given: Given, **fields: object) -> RunRequest:
@@ -66,11 +49,6 @@ def asked(given: Given, **fields: object) -> RunRequest:
     return RunRequest.model_validate({**options, **fields})
 
 
-def begin(given: Given, request: RunRequest) -> None:
-    with pytest.raises(Begun):
-        train_plainly(read_inputs(request, given.run_dir))
-
-
 def with_checkpoint(url: str, fingerprint: str, units: tuple[str, ...]) -> None:
     """Write a checkpoint of the job, as far as its manifest says so."""
     save(url, 4)
@@ -82,7 +60,7 @@ def with_checkpoint(url: str, fingerprint: str, units: tuple[str, ...]) -> None:
 @pytest.fixture
 def lost(given: Given, sessions: list[SessionSpec], tmp_path_factory: pytest.TempPathFactory) -> Given:
     """Return another machine with the job and a run's checkpoints, after everything else of the run was lost."""
-    begin(given, asked(given, settings=("policy.redundancy=off",)))
+    begin(read_inputs(asked(given, settings=("policy.redundancy=off",)), given.run_dir))
     sessions.clear()
     units = tuple(unit.id for unit in given.profile.units)
     with_checkpoint(str(given.folder / "ckpt"), given.profile.job.fingerprint, units)
@@ -94,16 +72,9 @@ def lost(given: Given, sessions: list[SessionSpec], tmp_path_factory: pytest.Tem
 
 
 def resume(given: Given, *more: object, url: str | None = None) -> Result:
-    arguments = [
-        "resume",
-        url or f"file://{given.folder}/ckpt",
-        "--run-dir",
-        given.run_dir,
-        "--plain",
-        "--no-page",
-        *more,
-    ]
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="morph")
+    options = ("--run-dir", given.run_dir, "--plain", "--no-page", *more)
+    arguments = ["resume", url or f"file://{given.folder}/ckpt", *map(str, options)]
+    return CliRunner().invoke(app, arguments, prog_name="morph")
 
 
 def refused(given: Given, *more: object, url: str | None = None) -> str:
@@ -279,7 +250,7 @@ def test_storage_that_refuses_the_files_is_reported_once_and_the_run_begins(
         raise PermissionError("403 from the cloud")
 
     monkeypatch.setattr("manager.run.recovery.write_atomically", refuse)
-    begin(given, asked(given))
+    begin(read_inputs(asked(given), given.run_dir))
     assert len(sessions) == 1
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "403" in line]
     assert "recovery.json: cannot be written: 403 from the cloud; the run can be resumed in" in note
@@ -302,12 +273,11 @@ def test_checkpoints_that_another_manager_holds_are_refused_or_taken_over(
     other = Lease(str(given.folder / "ckpt"), this_process("other", given.folder / "other"))
     other.take()
     with pytest.raises(RunDirError, match=r"its checkpoints are in use by the run in .*other"):
-        begin(given, request)
+        begin(read_inputs(request, given.run_dir))
     assert not is_run(given.run_dir)
     run = read_inputs(request, given.run_dir)
-    with pytest.raises(Begun):
-        train_plainly(run, take_over=True)
+    begin(run, take_over=True)
     with pytest.raises(CheckpointsTaken, match=re.escape(str(given.run_dir.resolve()))):
         other.hold()
     assert [spec.lease is not None for spec in sessions] == [True]
-    begin(given, request)  # the lease was released
+    begin(read_inputs(request, given.run_dir))  # the lease was released

@@ -22,7 +22,7 @@ from morph.contract.cluster import ClusterConfig, LocalVms
 from morph.contract.errors import JobError, RunDirError
 from morph.contract.profile import load_profile
 from morph.jobs.snapshot import collect
-from tests.cli.given import JOBS, Given, train_plainly, without_phases
+from tests.cli.given import JOBS, Given, begin, without_phases
 from tests.waiting import BOUND_S
 
 pytestmark = pytest.mark.slow
@@ -226,33 +226,21 @@ def test_reasons_to_refuse_a_run_are_reported_before_torch_is_loaded(begun: Give
         assert part in line
 
 
-class Begun(Exception):
-    """Raised instead of starting a session."""
-
-
 @pytest.mark.parametrize("m", [1, 2])
-def test_a_resumed_run_keeps_the_planned_micro_batch_size(
-    given: Given, m: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_keeps_the_planned_micro_batch_size(given: Given, m: int, sessions: list[SessionSpec]) -> None:
     free = load_profile(given.edited(lambda profile: profile["job"].pop("micro_batch_size")))
     with RunDir(given.run_dir, facts(given).model_copy(update={"micro_batch_size": m})):
         pass
-    sessions: list[SessionSpec] = []
-
-    def session(spec: SessionSpec, *_: object, **__: object) -> None:
-        sessions.append(spec)
-        raise Begun
-
-    monkeypatch.setattr("manager.run.train.run_session", session)
     vms = ClusterConfig(vms=LocalVms(num_vms=2))
     run = Inputs(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
-    with pytest.raises(Begun):
-        train_plainly(run)
+    begin(run)
     (begun,) = sessions
     assert {begun.micro_batch_size, *(plan.micro_batch_size for plan in begun.config.plans.values())} == {m}
 
 
-def test_shapes_are_planned_once_and_never_for_an_adopted_run(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_are_planned_once_and_never_for_an_adopted_run(
+    given: Given, sessions: list[SessionSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For hundreds of VMs, planning takes longer than VMs survive without their manager."""
     planned: list[Inputs] = []
     plan = Inputs.config
@@ -261,28 +249,16 @@ def test_shapes_are_planned_once_and_never_for_an_adopted_run(given: Given, monk
         planned.append(run)
         return plan(run)
 
-    sessions: list[SessionSpec] = []
-
-    def session(spec: SessionSpec, *_: object, **__: object) -> None:
-        sessions.append(spec)
-        raise Begun
-
     monkeypatch.setattr(Inputs, "config", counted)
-    monkeypatch.setattr("manager.run.train.run_session", session)
     free = load_profile(given.edited(lambda profile: profile["job"].pop("micro_batch_size")))
     vms = ClusterConfig(vms=LocalVms(num_vms=2))
     run = Inputs(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
-
-    def begin() -> None:
-        with pytest.raises(Begun):
-            train_plainly(run)
-
-    begin()
+    begin(run)
     assert planned == [run]
     lives = initial_state(sessions[0].config.model_copy(update={"num_steps": 7}))
     found = SimpleNamespace(state=lives, vms=("vm0",))
     monkeypatch.setattr("manager.engine.machines.attachment.find_living", lambda *_: found)
-    begin()
+    begin(run)
     assert planned == [run]
     assert [spec.config.num_steps for spec in sessions] == [9, 7]
     assert sessions[1].micro_batch_size == sessions[0].micro_batch_size

@@ -30,7 +30,7 @@ WHOLE = {
 }
 """Folders of which a walk names every file on its way."""
 STAIR = ("manager/commands/", "manager/run/")
-"""Folders of which all that a walk names is entered by one thread."""
+"""Folders whose files are steps in the order in which they are first entered; one thread enters them."""
 
 
 class Walks:
@@ -68,10 +68,7 @@ def _file_and_name(code: CodeType) -> tuple[str, str]:
 
 
 def check_walks(traced: dict[str, list[str]]) -> None:
-    """Check that each walk of CONTRIBUTING.md names all entered files of ``WHOLE``, and no others as its steps.
-
-    Steps in ``STAIR`` are in the order in which they were first entered.
-    """
+    """Check that each walk of CONTRIBUTING.md names all entered files of ``WHOLE``, and no others as its steps."""
     text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     for walk, entered in traced.items():
         section = text.split(f"(walk: {walk})")[1].split("\n**")[0].split("\n## ")[0]
