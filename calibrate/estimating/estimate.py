@@ -1,7 +1,4 @@
-"""Makes a job's profile from data sheets: sections run on tensors without contents, and their operations are counted.
-
-Sections, units and memory are found as in calibration, with the same code; only the times are computed.
-"""
+"""Makes a job's profile from data sheets: as in calibration, but operations are counted, and times computed."""
 
 from __future__ import annotations
 
@@ -63,12 +60,9 @@ def estimate_profile(
 ) -> Profile:
     """Estimate a job's profile; no GPU is needed, and no weights are read.
 
-    ``devices``: names of data sheets; the first is the profile's own type, the others are further types of node.
-    ``gbit_per_s``: bandwidth between nodes of each GPU; None: that of the data sheets. ``micro_batch_sizes``: as in
-    ``calibrate``, for the first device.
-
-    Raises ConfigError if a device has no data sheet or the bandwidth is out of range; JobError or ExportError if the
-    job cannot be cut, reads values of tensors, or a device lacks its precision.
+    ``devices``: of data sheets; the first is the profile's own type, others are further types of node. ``gbit_per_s``:
+    between nodes, of each GPU. Raises ConfigError for an unknown device or a bandwidth out of range; JobError or
+    ExportError if the job cannot be cut, reads values of tensors, or a device lacks its precision.
     """
     progress = progress or silent
     sheets = {name: sheet_of(name) for name in devices}

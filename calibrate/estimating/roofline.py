@@ -1,8 +1,7 @@
 """Counts the operations and bytes of work that is run on tensors without contents, and times them by a data sheet.
 
-An operation takes as long as its arithmetic or its memory traffic at the device's speed, whichever is longer (Williams
-et al. 2009, "Roofline"), and at least as long as its launch. Sections run one operation after the other, so their times
-add up. Operands and results are read or written once, whatever the caches hold.
+An operation takes as long as its arithmetic or its memory traffic (each operand once), whichever is longer (Williams et
+al. 2009, "Roofline"), and at least as long as its launch; times add up.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Helper processes for measuring: they receive messages as JSON lines, and are ended whatever happens.
 
-One process imports their modules once, and forks them (``calibrate.helpers.helper_end``): importing torch takes longer
-than most of their measurements. A helper's standard input shows that this process lives: when it closes, because this
-process is done or was killed, the helper ends itself. Nothing is written to disk.
+One process imports their modules once, and forks them (``calibrate.helpers.helper_end``). When a helper's standard
+input closes, because this process is done or was killed, it ends itself.
 """
 
 from __future__ import annotations
@@ -64,10 +63,7 @@ class Crew:
             self._lines[number].write(json.dumps(message).encode() + b"\n")
 
     def gather(self, numbers: Iterable[int], what: str, timeout_s: float) -> dict[int, dict[str, Any]]:
-        """Block until each of these helpers has answered once, and return the answers.
-
-        Raises ClusterError if a helper failed, with its last output, and WaitTimeout, which says ``what`` was awaited.
-        """
+        """Block until each helper has answered once, and return the answers. Raises ClusterError or WaitTimeout."""
         missing, found = set(numbers), {}
         end_s = time.monotonic() + timeout_s
         while missing:

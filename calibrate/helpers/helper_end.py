@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 
 
 class HelperPipe:
-    """Messages come in on standard input, answers go out on what was standard output.
+    """Messages from standard input, answers to what was standard output; other output goes to standard error.
 
-    Other output of the helper, including that of the user's job, goes to standard error. When the other end closes,
-    this process ends at once, whatever its other threads wait for.
+    When the other end closes, this process ends at once, whatever its other threads wait for.
     """
 
     def __init__(self) -> None:
@@ -51,11 +50,7 @@ class HelperPipe:
 
 
 def serve(work: Callable[[HelperPipe], None]) -> NoReturn:
-    """Fork the helpers and end them with the other end; each runs ``work`` and waits for its messages. Ends the
-    process.
-
-    From now on garbage is collected, but not among imported objects.
-    """
+    """Fork the helpers, each of which runs ``work`` and waits for its messages; ends the process with them."""
     gc.freeze()
     gc.enable()
     told = json.loads(sys.argv[1])

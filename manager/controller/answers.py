@@ -69,9 +69,7 @@ def on_worker_answered(transition: Transition, event: WorkerAnswered) -> None:
 
 
 def note_answers(transition: Transition, answers: Mapping[WorkerId, Answer]) -> Sequence[WorkerAnswered]:
-    """Record answers of many workers that arrived together; returns those that must still be handled one by one: the
-    last awaited one, which triggers a decision, or all of them if each may trigger one.
-    """
+    """Record answers of many workers that arrived together; return those that must still be handled one by one."""
     state, order, noted = transition.state, transition.state.step.order, NOTED[transition.state.phase]
     step = state.step
     awaited = order is not None and step.awaited.issuperset(answers)

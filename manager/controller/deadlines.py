@@ -24,10 +24,7 @@ from morph.words import counted
 
 
 def wake_at_s(state: ControllerState) -> float | None:
-    """Return a time (seconds) no later than the end of the first wait; None only if the run is over.
-
-    Looking at every worker for it takes long, so the state keeps a lower bound, which each ``Tick`` updates.
-    """
+    """Return a time (seconds) no later than the end of the first wait; None only if the run is over."""
     waits = state.waits
     saving = state.saving
     if state.phase is Phase.ENDED:

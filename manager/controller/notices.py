@@ -59,11 +59,7 @@ def _is_free_with_its_vm(state: ControllerState, worker: WorkerId) -> bool:
 
 
 def _is_free(state: ControllerState, worker: WorkerId) -> bool:
-    """Whether a worker is not a member, has no order, serves no peer, and holds no state that exists nowhere else.
-
-    Its state counts as obsolete once a step is decided without it: by then the members have what they need. A
-    checkpoint's unit that it still has to write also counts.
-    """
+    """Whether a worker is not a member, has no order, serves no peer, and has nothing to write or to hand on."""
     if worker in state.member_units or worker in state.step.awaited or state.workers[worker].holds:
         return False
     if state.pre_copy is not None and worker in state.pre_copy.parties:

@@ -28,11 +28,7 @@ from morph.words import counted
 
 
 def on_manager_resumed(transition: Transition, event: ManagerResumed) -> None:
-    """Repeat unanswered orders, end unknown workers, and handle the loss of workers that are gone.
-
-    Every wait restarts, because no worker could be heard meanwhile. A worker answers a completed order again, and
-    continues one that it is working on.
-    """
+    """Repeat unanswered orders, end unknown workers, handle the loss of those that are gone, restart every wait."""
     _begin_waits_anew(transition)
     transition.change_provisioning(requests_over="", failed_boots=None)  # the user may have mended the reason
     dropped = without_pre_copy(transition)

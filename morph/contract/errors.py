@@ -35,10 +35,7 @@ class MorphError(Exception):
 
 
 class InputError(MorphError):
-    """A mistake in something that the user gave.
-
-    ``source``: file or argument that contains the value. ``field``: dotted name. The value is shown with ``repr``.
-    """
+    """A mistake in something that the user gave: in the file or argument ``source``, at the dotted name ``field``."""
 
     def __init__(
         self,

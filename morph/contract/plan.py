@@ -83,10 +83,7 @@ class Expectation(Value):
 
 
 class PipelineKind(Value):
-    """Equal pipelines: the same depth, cuts and types of GPUs.
-
-    ``micro_batches``: for each of these pipelines, its number of micro-batches in a step.
-    """
+    """Equal pipelines: the same depth, cuts and types of GPUs; ``micro_batches``: of each of them, in a step."""
 
     num_stages: Count
     micro_batches: tuple[Count, ...] = Field(min_length=1)

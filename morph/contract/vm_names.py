@@ -1,8 +1,4 @@
-"""Names of workers and their VMs: a worker drives one device, and a VM has one or several.
-
-The only worker of a VM has the VM's name; several workers are named ``VM.d0``, ``VM.d1``, ... A local VM that comes
-back gets a new name, ``VM.2``.
-"""
+"""Names of workers: the VM's, or ``VM.d0``, ``VM.d1``, ... if it has several; a local VM that returns is ``VM.2``."""
 
 from __future__ import annotations
 

@@ -46,10 +46,7 @@ _COLLATED_AGAIN = (
 
 
 def check_data(job: Job) -> None:
-    """Read some samples of training and of evaluation twice, and once more from a data set that is built anew.
-
-    The batches that ``collate_fn`` makes of these samples, and the order of a sampler, are also made twice.
-    """
+    """Read some samples twice, and from a data set that is built anew; collate and order them twice."""
     fields: tuple[DataField, ...] = ("dataset", "eval_data")
     for field in fields:
         if getattr(job, field) is not None:

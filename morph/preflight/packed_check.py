@@ -28,8 +28,7 @@ balancing loss, which is one of the whole batch in a plain loop too, changes a r
 def check_packed(job: Job) -> None:
     """Run the loss of one document behind another and alone, in evaluation mode, and compare gradients.
 
-    The labels of the other document are ignored, so that the loss is that of one document whatever divides it. A data
-    set without labels, or without a sample of two documents, is not examined, nor a loss that fails in this mode.
+    A data set without labels, or without two documents in a sample, is not examined, nor a loss that fails.
     """
     data = data_of(job)
     if not isinstance(data, Packed):

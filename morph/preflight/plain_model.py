@@ -43,10 +43,7 @@ def plain_model(job: Job, device: torch.device) -> nn.Module:
 
 
 def shortened(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model with two modules, the first and the last, of each kind in its lists of equal blocks.
-
-    Raises JobError if it has no list of three equal blocks, and any error that ``make`` raises.
-    """
+    """Return the model with the first and last module of each kind in lists of three or more; else JobError."""
     model = make()
     left_out = 0
     inside: set[nn.Module] = set()

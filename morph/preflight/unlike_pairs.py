@@ -24,11 +24,7 @@ _MOST_COUNTED = 1 << 20
 
 @dataclass(frozen=True)
 class Look:
-    """The properties of one sample that matter for the choice of pairs.
-
-    ``amounts``: for each entry, by value in ``IGNORED``: how many elements differ from it; for an entry of one element,
-    its value. ``labels``: for each entry with few different values: these values.
-    """
+    """What matters of one sample: ``labels``, values of each entry with few; ``amounts``, by entry and value."""
 
     index: int
     amounts: Mapping[str, Mapping[object, float]]

@@ -25,11 +25,9 @@ _SHOWN = 'lengths=lambda data: [len(sample["input_ids"]) for sample in data], bu
 
 @dataclass(frozen=True)
 class JobCall:
-    """The call from which a job is made.
+    """The call from which a job is made, as a user begins it (``morph.hf.job(trainer``).
 
-    ``call``: its beginning, as a user writes it: ``morph.hf.job(trainer``. ``field``: the collator's name in errors.
-    ``collator``: the user's own, which the loader's may wrap. ``column``: returns the lengths that a data set has in a
-    column, or None.
+    ``field``: the collator's name in errors; ``column``: returns the lengths in a data set's column, or None.
     """
 
     call: str
@@ -52,11 +50,7 @@ class JobCall:
 def fields_of_lengths(
     loader: DataLoader[Any], others: Sequence[Any], given: Mapping[str, Any], source: JobCall
 ) -> dict[str, Any]:
-    """Return ``lengths``, ``buckets`` and ``padding``; nothing if all samples make batches of one length.
-
-    ``others``: data sets to evaluate on. ``given``: fields that the user gave; ``lengths=None`` says that lengths do
-    not vary.
-    """
+    """Return ``lengths``, ``buckets`` and ``padding``; nothing if all samples make batches of one length."""
     data, collate = loader.dataset, loader.collate_fn
     is_list = not isinstance(data, IterableDataset) and hasattr(data, "__getitem__")
     if not is_list or not {"dataset", "collate_fn"}.isdisjoint(given) or given.get("lengths", data) is None:
@@ -91,10 +85,7 @@ def _collated(collate: Any, samples: list[Any]) -> Entries:
 def _lengths_of(
     data: Any, places: Sequence[int], longest: Sequence[int], varying: Sequence[str], source: JobCall
 ) -> Callable[[Any], NDArray[np.int64]]:
-    """Return a function that returns the lengths of a data set's samples, from the entries whose length varies.
-
-    ``longest``: the lengths of the batches that the samples at ``places`` make, each by itself.
-    """
+    """Return a function that returns the lengths of a data set's samples, from entries that vary."""
     held = flat_sample(data[places[0]], "dataset()[0]", collated=True).entries
     names = [name for name in varying if name in held and held[name].dim() > 0]
     multiple = source.multiple

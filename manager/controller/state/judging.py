@@ -27,10 +27,7 @@ def finisher(state: ControllerState) -> WorkerId | None:
 
 
 def take_evaluation(transition: Transition) -> None:
-    """Once all have answered an order, process the evaluation that they report: that of this order or the previous one.
-
-    TrainingStopped if the evaluation lacks the metric by which the job's best version is chosen.
-    """
+    """Once all have answered an order, process the evaluation that they report. Raises TrainingStopped."""
     state = transition.state
     size, step = state.evaluation, state.step
     if size is None or not size.acts:
@@ -97,11 +94,7 @@ def awaits_metrics(state: ControllerState, version: int) -> bool:
 
 
 def may_be_best(state: ControllerState, under_way: Sequence[PendingCheckpoint]) -> tuple[PendingCheckpoint, ...]:
-    """Return the checkpoints under way that a newer one must not replace.
-
-    These are the oldest, so that some checkpoint is completed now and then, those that are not judged yet, and the best
-    of the others if it is better than every complete one.
-    """
+    """Return the checkpoints under way that a newer one must not replace: the oldest, unjudged ones, and the best."""
     values = {candidate.version: candidate for candidate in state.saving.candidates}
     best = marked_with(state, *(save.version for save in under_way if save.version in values))
     return tuple(
@@ -112,10 +105,7 @@ def may_be_best(state: ControllerState, under_way: Sequence[PendingCheckpoint]) 
 
 
 def manifest_order(state: ControllerState, manifest: Manifest) -> WriteManifest:
-    """Order a manifest, and spare checkpoints that may be the best once the earlier manifests are known to be written.
-
-    These are the best of the stored checkpoints and of those on the way, and evaluated versions without a result yet.
-    """
+    """Order a manifest, and spare checkpoints, stored or on the way, that are or may become the best one."""
     if state.evaluation is None or state.evaluation.best is None:
         return WriteManifest(manifest=manifest)
     saving, evaluation = state.saving, state.evaluation

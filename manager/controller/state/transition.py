@@ -98,9 +98,7 @@ class SliceChange(Generic[Fields]):
 
 
 class Transition:
-    """The decision so far, at ``now_s``: the state, the actions in order, and the reason; every part of the controller
-    changes it. States are frozen: a state that was read earlier stays as it was.
-    """
+    """The decision so far, at ``now_s``: the state, the actions in order, and the reason; handlers change it."""
 
     change_step = SliceChange("step", StepProgress)
     change_saving = SliceChange("saving", Saving)

@@ -70,10 +70,7 @@ def begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, Worker
 
 
 def _may_be_best(state: ControllerState) -> bool:
-    """Whether the decided version is evaluated with the next step, to find the best one.
-
-    Its checkpoint replaces any other that is still under way, except those that may be the best.
-    """
+    """Whether the decided version is evaluated with the next step, to find the best one."""
     size = state.evaluation
     is_due = size is not None and size.best is not None and size.is_due(state.version)
     return is_due and state.version > state.judged.last_version
@@ -86,10 +83,7 @@ def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
 
 
 def on_units_written(transition: Transition, event: UnitsWritten) -> None:
-    """Record units that are in storage; after the last one, have the manifest written.
-
-    Only its assigned writer's report counts: unless accumulation is exact, a worker of an earlier history may differ.
-    """
+    """Record units that their assigned writers put into storage; after the last one, have the manifest written."""
     saving = transition.state.saving
     if not saving.under_way:
         return transition.say(ReasonCode.IGNORED, "no checkpoint is being written")

@@ -39,9 +39,7 @@ def loading_workers(state: ControllerState) -> list[WorkerId]:
 
 
 def find_whole(transition: Transition) -> None:
-    """Have the newest undamaged checkpoint found, at once the first time, then after growing pauses; no worker has an
-    order. The run ends after ``policy.give_up_after_s`` without a decided step, or at a stop request.
-    """
+    """Have the newest undamaged checkpoint found, at once, then after growing pauses; no worker has an order."""
     state, now_s = transition.state, transition.now_s
     saving = state.saving
     assert saving.doubt is not None, "nothing is in doubt"

@@ -50,10 +50,7 @@ def begin(transition: Transition) -> None:
 
 
 def decide_step(transition: Transition, *, bad: bool = False) -> None:
-    """Handle that every member prepared the step: run it again if a gradient overflowed, else decide the next version.
-
-    No scale fits a gradient that is not finite, so such a step is decided as skipped, as is a ``bad`` one.
-    """
+    """Every member prepared the step: run it again if a gradient overflowed, else decide it, as skipped if ``bad``."""
     state = transition.state
     overflowed = [worker for worker in state.member_units if state.step.reports[worker].overflowed]
     if overflowed and not bad and not any(report.non_finite for report in state.step.reports.values()):

@@ -1,7 +1,4 @@
-"""Lists and ends a run's instances and other resources in a region of an account.
-
-Only resources with the tags of this run and of this job belong to the run. AWS may not list new ones for a while.
-"""
+"""Lists and ends the instances and other resources in a region that have the tags of this run and of this job."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ GONE, ENDING = "terminated", "shutting-down"
 
 @dataclass(frozen=True)
 class Instance:
-    """An instance of the run.
-
-    ``state``: AWS's name for its state; ``why``: why it ended, if that is known; ``token``: that of its fleet.
-    """
+    """An instance of the run; ``state``: AWS's name; ``why``: why it ended, if known; ``token``: of its fleet."""
 
     id: str
     vm: Vm
@@ -65,11 +59,7 @@ class VolumeOrInterface:
 
 
 class Account:
-    """Lists a run's resources in the region, and ends them.
-
-    ``usd_per_h``: dollars an hour of a type in a zone; None: not known. ``volume_usd_per_h``: dollars an hour of a
-    volume, by its kind and GiB; None: not known.
-    """
+    """Lists a run's resources in the region, and ends them; prices are in dollars an hour, None: not known."""
 
     def __init__(
         self,
@@ -86,10 +76,7 @@ class Account:
         self.template = template_name(identity.run)
 
     def look(self) -> tuple[list[Instance], list[str]]:
-        """List the run's instances, including those that are ending, and other runs of Morph that have instances.
-
-        ProviderError: the answer is not reliable: instances that it omits may exist.
-        """
+        """List the run's instances, also those that are ending, and other runs of Morph. ProviderError: unknown."""
         instances, runs = list[Instance](), set[str]()
         filters = [{"Name": "tag-key", "Values": [RUN_TAG]}]
         with reading(what := "the list of instances"):
@@ -163,11 +150,9 @@ class Account:
             raise Misconfigured(f"{what} exists without the tags of this run: it is left alone")
 
     def end(self, ids: Mapping[str, str], *, may_be_new: Collection[str] = ()) -> None:
-        """End instances; returns once AWS reports that they are ending and no longer billed.
+        """End instances (id: VM's name); returns once they are ending and no longer billed.
 
-        ``ids``: the ids of the instances, each with the name of its VM. ``may_be_new``: instances that some of AWS's
-        servers may not know yet.
-        ProviderError: some are left; the error names them.
+        ``may_be_new``: those that some of AWS's servers may not know yet. ProviderError: the error names the rest.
         """
         if not ids:
             return
@@ -195,11 +180,9 @@ class Account:
             raise Transient(f"{what}: AWS does not say that they are ending")
 
     def end_rest(self, until_s: float) -> tuple[str, ...]:
-        """End other resources once all instances are terminated: volumes, network interfaces and the template.
+        """End volumes, network interfaces and the template once all instances are terminated.
 
-        Returns descriptions of these volumes and interfaces, with their prices.
-
-        ProviderError: something is left; the error names it.
+        Returns descriptions of the first two, with their prices. ProviderError: the error names what is left.
         """
         if owned := self.owns_template():
             self._check_listed()
@@ -231,9 +214,7 @@ class Account:
         return tuple(shown.values())
 
     def _check_listed(self) -> None:
-        """Check that AWS lists what was requested: a version of the template is deleted once its instance is listed.
-
-        An instance that is not listed after ``Bounds.list_s`` was not made.
+        """Check that AWS lists what was requested; one that is not listed after ``Bounds.list_s`` was not made.
 
         Transient: an instance of the last ``Bounds.list_s`` may be made and is not listed yet.
         """

@@ -19,10 +19,7 @@ LIVING = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
 
 
 class Checks:
-    """Checks of one cloud file; they make and change nothing.
-
-    ``open_client``: opens the client of a service. ``count``: the number of devices that the run should have.
-    """
+    """Checks of one cloud file, which make and change nothing; ``count``: the devices that the run should have."""
 
     def __init__(self, spec: AwsSpec, open_client: Callable[[str], Any], count: int) -> None:
         self._spec, self._open, self._count = spec, open_client, count
@@ -30,10 +27,7 @@ class Checks:
         self._types: dict[str, dict[str, Any]] = {}
 
     def run(self) -> Iterator[Finding]:
-        """Yield the findings, one sentence each; a failing check does not stop the others.
-
-        Without a login, nothing else is checked.
-        """
+        """Yield the findings, one sentence each; a failing check does not stop the others, except the login's."""
         try:
             with reading("AWS"):
                 yield from self._login()

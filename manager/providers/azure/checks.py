@@ -19,11 +19,7 @@ SKUS_API_VERSION, GALLERY_API_VERSION, IDENTITY_API_VERSION = "2021-07-01", "202
 
 
 class Checks:
-    """Checks of one cloud file; they make and change nothing.
-
-    ``client``: a ``ComputeManagementClient``. ``count``: the number of devices that the run should have.
-    ``find_price``: dollars an hour of a size that has no price in the file; None: not known.
-    """
+    """Checks of one cloud file, which make and change nothing; ``count``: the devices that the run should have."""
 
     def __init__(
         self, spec: AzureSpec, client: Any, count: int, find_price: Callable[[AzureSize], float | None]
@@ -35,10 +31,7 @@ class Checks:
         self._sizes: dict[str, dict[str, Any]] = {}
 
     def run(self) -> Iterator[Finding]:
-        """Yield the findings, one sentence each; a failing check does not stop the others.
-
-        Without a login or the resource group, nothing else is checked.
-        """
+        """Yield the findings, one sentence each; without a login or the resource group, nothing else is checked."""
         first = list(self._found(self._login))
         yield from first
         if not first[-1].is_well:

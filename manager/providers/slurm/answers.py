@@ -1,7 +1,4 @@
-"""Parsing the answers of Slurm's programs: pure, nothing is run here.
-
-An answer that cannot be parsed is an error, and never means that there are no jobs.
-"""
+"""Parses answers of Slurm's programs. An unreadable one is an error, and never means that there are no jobs."""
 
 from __future__ import annotations
 
@@ -100,10 +97,7 @@ class Job(Value):
 
 
 def jobs_in_text(text: str) -> tuple[Job, ...]:
-    """Parse the output of ``squeue --format=QUEUE_FORMAT``, with its header.
-
-    Transient: the output has another form.
-    """
+    """Parse ``squeue --format=QUEUE_FORMAT``, with its header. Transient: the output has another form."""
     header, *lines = text.splitlines() or [""]
     if header.strip() != QUEUE_HEADER:
         raise Transient(f"squeue: the answer is not a list of jobs: {header[:80]!r}")
@@ -129,10 +123,7 @@ def _job_of_line(line: str) -> Job:
 
 
 def jobs_in_json(text: str, uid: int) -> tuple[Job, ...]:
-    """Parse a user's jobs from the output of ``squeue --json``, whose numbers and states differ by version.
-
-    Transient: the output has another form, or reports errors.
-    """
+    """Parse a user's jobs from ``squeue --json``, of any version. Transient: it has another form, or errors."""
     try:
         answer = json.loads(text)
         if answer.get("errors"):
@@ -197,10 +188,7 @@ def version_in(text: str) -> tuple[int, ...]:
 
 
 def job_number_in(text: str) -> str:
-    """Return the job number in the output of ``sbatch --parsable``.
-
-    Transient: there is no number; the job may exist.
-    """
+    """Return the job number that ``sbatch --parsable`` shows. Transient: there is none; the job may exist."""
     number = (text.strip().splitlines() or [""])[-1].partition(";")[0]
     if not re.fullmatch(r"\d+", number):
         raise Transient(f"sbatch: the answer is not a job's number: {text.strip()[:80]!r}")

@@ -1,7 +1,4 @@
-"""A cut model and its initial values, as bytes and back.
-
-The form is JSON: numbers, names, and torch's own operations by name. No code is read.
-"""
+"""A cut model and its initial values, as JSON and back: numbers, names, torch's operations by name, and no code."""
 
 from __future__ import annotations
 
@@ -65,10 +62,9 @@ class Entry:
 
 
 def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
-    """Return the form of a model that was cut, compressed.
+    """Return the form of a model that was cut, compressed; code lines are relative to the job's folder.
 
-    ``folder``: the job's folder, to which lines of code are relative. Raises CannotKeep if the model was not recorded,
-    or the form cannot hold a part of it.
+    Raises CannotKeep if the model was not recorded, or the form cannot hold a part of it.
     """
     tape = exported.initial_parameters.tape
     if not isinstance(exported, GraphJob):
@@ -100,10 +96,7 @@ def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
 
 
 def read_entry(content: bytes, folder: str) -> Entry:
-    """Return the parts that ``write_entry`` wrote, for a job in this folder.
-
-    Raises ValueError if it has another form, or was written by another version of torch.
-    """
+    """Return the parts that ``write_entry`` wrote. Raises ValueError for another form or version of torch."""
     try:
         text = zlib.decompressobj().decompress(content, MOST_BYTES).decode()
         form = json.loads(text.replace(_FOLDER, _in_json(folder)))

@@ -33,9 +33,7 @@ _NO_GRADIENT = {torch.ops.aten.detach.default, torch.ops.higher_order.wrap_with_
 
 
 def concrete(exported: GraphJob, value: Any, num_samples: int) -> Any:
-    """Evaluate a symbolic number for ``num_samples`` samples, or raise ExportError if it depends on data; return
-    others.
-    """
+    """Return a number, evaluated for ``num_samples`` samples if symbolic. Raises ExportError if it depends on data."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value
     known: dict[Any, int | None] = {exported.batch_symbol: num_samples}

@@ -1,9 +1,7 @@
 """Records weights that a constructor loads from safetensors files as places in files, to be read on demand.
 
-safetensors maps a file into memory and makes each tensor from a storage in the mapping. During recording, such a
-storage is looked up among the process's mappings, which give its file and place; the constructor gets a fake tensor
-instead. So ``load_file``, ``safe_open`` and ``from_pretrained`` cost no memory, and a worker reads only the bytes of
-its own sections' weights.
+Their storages are in a mapping of the process, which gives file and place; the constructor gets a fake tensor instead.
+So a worker reads only the bytes of its own sections' weights.
 """
 
 from __future__ import annotations

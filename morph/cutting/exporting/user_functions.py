@@ -1,8 +1,7 @@
 """Keeps each ``torch.autograd.Function`` of the user as one operation, so that its own backward is run.
 
-torch.export traces through ``Function.apply`` and keeps only its forward. Therefore, while a model is traced, ``apply``
-is redirected to one operation of torch's library that stands for any such call. Afterwards the nodes of this operation
-get the function itself as their target, and a section that runs such a node calls ``apply`` as the user's code does.
+While a model is traced, ``apply`` is redirected to one operation that stands for any such call; then its nodes get the
+function itself as their target.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ class _Given:
 
 @dataclass(eq=False)
 class UserFunction:
-    """A call of a ``torch.autograd.Function``, as the target of a graph's node.
+    """A call of a ``torch.autograd.Function``, as the target of a graph's node; ``results`` are known once it ran.
 
-    ``leaves``: the arguments in flat order, without tensors and symbolic numbers. ``needs_input_grad``: of each
-    argument, when traced. ``results``: in flat order, None for a tensor; known once it ran. ``flops``: of its matrix
-    products and similar operations; symbolic.
+    ``leaves``: the arguments in flat order, without tensors and symbolic numbers. ``needs_input_grad``: of each.
     """
 
     function: type[Function]
@@ -96,10 +93,7 @@ class UserFunction:
         return tree_unflatten(leaves, self.results_spec)
 
     def dry_run(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
-        """Run the forward on fake tensors to learn what it returns; the results share no memory with the arguments.
-
-        Raises ExportError if the forward changes an argument, or reads tensors that are not arguments.
-        """
+        """Run the forward on fake tensors to learn what it returns, in memory of its own. Raises ExportError."""
         args, kwargs = self.arguments(tensors, numbers)
         context = _Context(self.needs_input_grad)
         versions = [tensor._version for tensor in tensors]
@@ -124,11 +118,7 @@ class UserFunction:
 
 @contextmanager
 def kept_whole() -> Iterator[None]:
-    """While a model is traced and its graph is processed, keep each ``apply`` of the user as one node of the graph.
-
-    Users bind ``Function.apply`` to names of their own (``reverse = Reverse.apply``), so the function that it calls is
-    replaced, not ``apply`` itself.
-    """
+    """While a model is traced and its graph is processed, keep each ``apply`` of the user as one node."""
     _calls.clear()
     try:
         with replaced(_SingleLevelFunction, "apply", classmethod(_apply)):

@@ -36,10 +36,9 @@ class _Reference:
 
 
 def cut_marked(exported: MarkedJob, *, num_sections: int | None, micro_batch_size: int) -> CutModel:
-    """Cut at all marks, or at marks that give ``num_sections`` even sections.
+    """Cut at all marks, or at marks that give ``num_sections`` even sections, by two runs on real numbers.
 
-    The model runs twice on real numbers, in one piece and in sections, so this process holds all weights. Raises
-    ExportError if the sections fail, or do not give the loss and the gradients of the whole model.
+    Raises ExportError if the sections fail, or do not give the loss and gradients of the whole model.
     """
     batch = {key: entry[torch.arange(micro_batch_size) % len(entry)] for key, entry in exported.batch.items()}
     parameters = {
@@ -95,11 +94,7 @@ def _run_in_one_piece(exported: MarkedJob, parameters: Mapping[str, Tensor], bat
 
 @contextmanager
 def _users_errors(exported: MarkedJob, entry: Mark | None = None) -> Iterator[None]:
-    """Report errors of the user's code with their line.
-
-    Raises JobError if the code failed in one piece. Raises ExportError if the code failed from ``entry`` on, with a
-    received tensor in place of the earlier computation.
-    """
+    """Report errors of the user's code with their line: a JobError if it failed in one piece, else an ExportError."""
     try:
         yield
     except MorphError:

@@ -19,10 +19,7 @@ Finish = Callable[[SectionCode, torch.device], SectionCode]
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """A tensor that crosses a cut; its ``shape`` is for the cut model's m.
-
-    It and its gradient cross as ``dtype``, also within a stage. Sections compute it as ``wide_dtype``, if that differs.
-    """
+    """A tensor that crosses a cut, with its gradient, as ``dtype``; sections may compute it as ``wide_dtype``."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,11 +40,7 @@ class BoundaryTensor:
 
 @dataclass(frozen=True)
 class ParameterUnit:
-    """The parameters and written buffers that exactly these sections read; several sections mean tied weights.
-
-    ``id``: ``s3``, or ``s0+s7`` for a unit of sections 0 and 7. ``sections`` ascend; names are those in the user's
-    model.
-    """
+    """The parameters and written buffers that exactly these sections read; ``id``: ``s3``, or if tied ``s0+s7``."""
 
     id: str
     sections: tuple[int, ...]
@@ -61,10 +54,7 @@ class ParameterUnit:
 
 
 class Constants(Mapping[str, Tensor]):
-    """Tensors that sections read and training does not change; sections on one device share one copy of each.
-
-    ``values``: makes a constant on the CPU on request.
-    """
+    """Tensors, made by ``values``, that training does not change; sections on one device share a copy of each."""
 
     def __init__(
         self,
@@ -153,10 +143,8 @@ class Section:
     ) -> tuple[Tensor, ...]:
         """Run the section; autograd records as usual, and random numbers come from torch's generator.
 
-        The first run on a device makes the section's constants there; they stay until ``Constants.keep_only``.
-        ``batch`` has at least ``self.batch_keys``, each [m, ...]; ``parameters`` at least ``self.parameters`` and
-        ``self.buffers``, from any storage, all on one device. Returns one tensor per entry of ``self.outputs``, then
-        one per entry of ``self.writes``.
+        ``batch``: at least ``self.batch_keys``, each [m, ...]; ``parameters``: with buffers, on one device. Returns one
+        tensor per entry of ``self.outputs``, then one per entry of ``self.writes``.
         """
         names = (*self.parameters, *self.buffers)
         given = [*inputs, *(batch[key] for key in self.batch_keys), *(parameters[name] for name in names)]
@@ -194,10 +182,7 @@ class CutModel:
     by_samples: Mapping[int, CutModel] = field(default_factory=dict)
 
     def at(self, length: int | None, num_samples: int | None = None) -> CutModel:
-        """Return the cut for micro-batches of a length and number of samples.
-
-        ``length`` None: it is unknown, or lengths do not vary. ``num_samples`` None: m.
-        """
+        """Return the cut for a length (None: unknown, or constant) and number of samples (None: m)."""
         model = self if num_samples in (None, self.micro_batch_size) else self.by_samples[num_samples]
         return model if length is None else model.by_length.get(length, model)
 

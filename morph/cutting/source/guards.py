@@ -24,9 +24,8 @@ _CALLER = str(Path(__file__).parents[1] / "trial_run" / "trial.py")  # the file 
 class Guard:
     """A condition on the number of samples that held in the trial, and on which the trace relies.
 
-    ``text``: as torch writes it, such as ``Eq(s0, 3)``. ``strength``: 2 if it fixes the number, 1 if it allows a range,
-    0 if it only says that two sizes are equal, as those of a batch's entries are. ``line``: ``file:line`` of the user's
-    code; None outside of it. ``module``: class of the innermost running module, if it is torch's own.
+    ``strength``: 2 if it fixes the number, 1 if it allows a range, 0 if it only says that two sizes are equal.
+    ``module``: class of the innermost running module, if it is torch's own.
     """
 
     text: str

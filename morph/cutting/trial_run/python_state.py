@@ -30,10 +30,7 @@ PYTHON = "Python's random numbers"
 
 @dataclass
 class KeptState:
-    """State that the forward of a job might change; each part has a name for messages.
-
-    Tensors are not compared: a run itself shows whether it reads tensors of the previous run.
-    """
+    """State, except tensors, that the forward of a job might change; each part has a name for messages."""
 
     job: Job
     model: nn.Module

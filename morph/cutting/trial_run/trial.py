@@ -112,10 +112,7 @@ def _refuse_kinds(job: Job, model: nn.Module) -> None:
 
 
 def try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
-    """Run the loss, so that everything that the model keeps from its first call exists before the export.
-
-    If a fake model fails, the fake tensors may be the cause, and the export decides.
-    """
+    """Run the loss, so that all that its first call makes exists before the export, which also shows errors."""
     entries = {key: built.like(entry) for key, entry in batch.items()}
 
     def run() -> object:

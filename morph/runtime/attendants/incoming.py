@@ -76,11 +76,7 @@ class Incoming:
     # ---- order lane ----
 
     def take(self, unit: str, version: int, interrupt: Interrupt, timeout_s: float) -> UnitState:
-        """Block until a unit is at this version, and hand it out.
-
-        Raises PeerLost if the unit's stream is broken. Raises GenerationAborted or WaitTimeout as
-        ``Interrupt.wait_for``.
-        """
+        """Block until a unit is at this version, and hand it out. Raises PeerLost, or as ``Interrupt.wait_for``."""
         self._interrupt = interrupt
 
         def there() -> bool:

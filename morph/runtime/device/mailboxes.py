@@ -56,10 +56,7 @@ class Mailbox:
                 self._taken = generation, owner
 
     def fill(self, owner: object, number: int, piece: Tensor, ready: Event) -> Event:
-        """Enqueue the copy of piece ``number`` (bytes) behind ``ready``; returns at once, with the event after.
-
-        Raises GenerationAborted if a later generation has taken the mailbox.
-        """
+        """Enqueue the copy of piece ``number`` behind ``ready``; return the event after. Raises GenerationAborted."""
         with self._lock:
             if owner is not self._taken[1]:
                 raise GenerationAborted("a later generation has its mailbox")
@@ -89,10 +86,9 @@ RequestT = TypeVar("RequestT", bound=Begun)
 
 
 class LinkEnd(ABC, Generic[RequestT]):
-    """See ``Link``: one end, which sends or receives. A thread of its own handles requests until ``close``.
+    """See ``Link``: one end, which sends or receives; a thread of its own handles requests until ``close``.
 
-    The thread waits for the peer through the generation's ``Interrupt``, and for the device without a bound: if the
-    device hangs, the thread is left behind, and continues when the operation that hangs is aborted.
+    The thread waits for the device without a bound: if that hangs, the thread is left behind until the abort.
     """
 
     def __init__(self, forth: Carrier, back: Carrier, interrupt: Interrupt) -> None:
@@ -233,10 +229,7 @@ class _Read(Begun):
 
 
 class ReceivingEnd(LinkEnd[_Read]):
-    """See ``Link``: the end that reads its peer's mailbox. ``forth``: channel from the sender.
-
-    ``slots`` is the peer's memory, a row for each slot; nothing else keeps it, so that the end's thread releases it.
-    """
+    """See ``Link``: the end that reads its peer's mailbox, ``slots`` in rows, which only its thread releases."""
 
     def __init__(self, slots: Tensor, room: MailRoom, forth: Carrier, back: Carrier, interrupt: Interrupt) -> None:
         self._slots: Tensor | None = slots

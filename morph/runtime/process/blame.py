@@ -51,11 +51,7 @@ def cause_of(error: BaseException) -> FailureCause:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback from the first line of the user's code on, without Morph's own frames; empty if there is
-    none.
-
-    A line of a traced graph stands for the lines from which it was traced.
-    """
+    """Return the traceback from the user's first line on, without Morph's own frames; empty if there is none."""
     frames = _frames(error.__traceback__)
     first = next((index for index, frame in enumerate(frames) if not _is_inside(frame, _TORCH)), None)
     if first is None:

@@ -1,9 +1,7 @@
 """The two passes over fixed-point sums as kernels of Triton, for devices that support it (docs/decisions/0001).
 
-``fixed_point`` calls them in place of four to eight torch kernels for each tensor, with intermediate results in memory.
-One call takes up to ``TENSORS`` tensors: a section's gradients, or a part's means. The results have the same bits, and
-those of one tensor do not depend on the others. This module is imported only if Triton is present: torch's builds for
-GPUs include it.
+One call takes up to ``TENSORS`` tensors, in place of four to eight of torch's kernels for each, with the same bits.
+This module is imported only if Triton is present.
 """
 
 from __future__ import annotations
@@ -65,8 +63,7 @@ def _of(which, each):
 def _add(sums, values, largest, scales, scales_too, nums, is_first, size: tl.constexpr):
     """Add the values of several tensors times both scales, rounded to even, and keep the largest magnitudes' bits.
 
-    Both scales are powers of two. Floats that are not negative are ordered as their bits, NaN after infinity. Values
-    below the power of two from which floats are whole are rounded, to even, by adding and subtracting that power.
+    Values below the power of two from which floats are whole are rounded by adding and subtracting that power.
     """
     which, places = _place(nums, size)
     total = _of(which, sums)

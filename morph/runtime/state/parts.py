@@ -68,10 +68,7 @@ class Memory:
 
 
 class UnitPart:
-    """Tensors of one unit whose means have one type; their sums, of ``reals``, are consecutive in memory.
-
-    ``like``: shape and type of each mean. ``dtype``: type of the sums.
-    """
+    """Tensors of one unit whose means have one type; their sums (``dtype``) are consecutive in memory."""
 
     def __init__(self, names: tuple[str, ...], like: Mapping[str, Tensor], dtype: torch.dtype, memory: Memory) -> None:
         self.names = names

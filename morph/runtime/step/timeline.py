@@ -48,11 +48,7 @@ class Laid:
 
 
 def lay_out(timelines: Sequence[StepTimeline]) -> list[Laid]:
-    """Put the spans of all workers on one clock, by worker and start.
-
-    Transfers of one direction are in order, so each is drawn from the end of the previous one; a receive, which is
-    posted long before, is drawn at the earliest from its send.
-    """
+    """Put the spans of all workers on one clock, by worker and start; transfers of one direction do not overlap."""
     begin_ns = min((timeline.start_ns for timeline in timelines), default=0)
     laid = [
         Laid(timeline, span, span.start_s + after_s, span.end_s + after_s)

@@ -80,10 +80,7 @@ class Attendant:
 
 
 class Training:
-    """What a worker keeps from step to step: the units that it holds, its sums and its pace.
-
-    ``device``: the device whose unused memory is released when units leave.
-    """
+    """What a worker keeps from step to step: the units that it holds, its sums and its pace."""
 
     def __init__(
         self, worker: str, device: torch.device, source: StepSource, attendants: Sequence[Attendant], faults: FaultPlan

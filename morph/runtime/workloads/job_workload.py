@@ -130,10 +130,7 @@ def settings(job: Job, model: CutModel) -> dict[str, str]:
 
 
 def _needs(job: Job, model: CutModel) -> dict[str, str]:
-    """Return the keys of state that each unit's optimizer needs for its second step, found with small parameters.
-
-    An optimizer that does not run on these is left out.
-    """
+    """Return the keys of state that each unit's optimizer needs for its second step, found with small parameters."""
     needs: dict[str, str] = {}
     for unit in model.units:
         shapes = [model.parameter_specs[name] for name in unit.parameters]
