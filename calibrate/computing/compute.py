@@ -184,19 +184,19 @@ def measure_size(job: Job, meter: Meter, model: CutModel, most: int) -> Measured
 def _mixed(
     model: CutModel, by_length: Mapping[int | None, Mapping[str, SectionMeasurement]], mix: Mapping[int | None, float]
 ) -> dict[str, SectionMeasurement]:
-    found: dict[str, SectionMeasurement] = {}
+    sections: dict[str, SectionMeasurement] = {}
     for section in one_of_each(model):
         parts = [
             (share, by_length[length][model.at(length).sections[section.index].signature])
             for length, share in mix.items()
         ]
-        found[section.signature] = by_length[model.length][section.signature].model_copy(
+        sections[section.signature] = by_length[model.length][section.signature].model_copy(
             update={
                 "forward": mean_of([(share, part.forward) for share, part in parts]),
                 "backward": mean_of([(share, part.backward) for share, part in parts]),
             }
         )
-    return found
+    return sections
 
 
 def fills_memory(measured: MeasuredSize, next_size: int, free_bytes: float) -> bool:

@@ -75,18 +75,18 @@ def estimate_profile(
         job, counts = subject.job, _Counts(subject)
         own, *others = (_Timed(sheet, reached, counts) for sheet in sheets.values())
         sizes, stop_early = sizes_of(job, micro_batch_sizes)
-        found = measure_sizes(
+        measured = measure_sizes(
             subject, own, sizes, free_bytes=own.free_bytes, stop_early=stop_early, most=1, progress=progress
         )
         progress("counting the optimizer's operations", 0.5)
         profile = assemble_profile(
-            job, own.environment(), own.compute(job, found), MeasuredLinks(own.network()), own.disk()
+            job, own.environment(), own.compute(job, measured), MeasuredLinks(own.network()), own.disk()
         )
         types = tuple(
-            assemble_node_type(name, one.environment(), one.compute(job, found)).model_copy(
-                update={"intra_node": one.network().link, "inter_node": one.between_nodes()}
+            assemble_node_type(name, estimate.environment(), estimate.compute(job, measured)).model_copy(
+                update={"intra_node": estimate.network().link, "inter_node": estimate.between_nodes()}
             )
-            for name, one in zip(tuple(sheets)[1:], others, strict=True)
+            for name, estimate in zip(tuple(sheets)[1:], others, strict=True)
         )
     progress("done", 1.0)
     update = {"node_types": types, "inter_node": own.between_nodes(), "sources": _sources(reached)}

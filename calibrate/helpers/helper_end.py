@@ -53,15 +53,15 @@ def serve(work: Callable[[HelperPipe], None]) -> NoReturn:
     """Fork the helpers, each of which runs ``work`` and waits for its messages; ends the process with them."""
     gc.freeze()
     gc.enable()
-    told = json.loads(sys.argv[1])
+    orders = json.loads(sys.argv[1])
     helpers: list[int] = []
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the helpers to end are known
     try:
-        for pipe in told["pipes"]:
+        for pipe in orders["pipes"]:
             if not (pid := os.fork()):
-                _help(work, pipe, told)
+                _help(work, pipe, orders)
             helpers.append(pid)
-        _close(told["pipes"])
+        _close(orders["pipes"])
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.read(0, 1)
@@ -76,14 +76,14 @@ def serve(work: Callable[[HelperPipe], None]) -> NoReturn:
         os._exit(1)
 
 
-def _help(work: Callable[[HelperPipe], None], own: list[int], told: Mapping[str, Any]) -> NoReturn:
+def _help(work: Callable[[HelperPipe], None], own: list[int], orders: Mapping[str, Any]) -> NoReturn:
     try:
         os.setsid()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for number, descriptor in enumerate(own):
             os.dup2(descriptor, number)
-        _close(told["pipes"])
-        for name, value in told["environment"].items():
+        _close(orders["pipes"])
+        for name, value in orders["environment"].items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value

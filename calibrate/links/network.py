@@ -92,8 +92,8 @@ def measure_network(spec: NetworkSpec, helpers: Crew | None = None) -> NetworkMe
         place = MeetingPoint(store_host=_HOST, store_port=store.port(), listen=_HOST, two_nodes=False)
         for rank in ranks:
             crew.send(rank, peer_message(spec, place, rank))
-        found = crew.gather(ranks, "the processes that measure the network", WAIT_S)
-    return measurement(spec, [found[rank] for rank in ranks])
+        answers = crew.gather(ranks, "the processes that measure the network", WAIT_S)
+    return measurement(spec, [answers[rank] for rank in ranks])
 
 
 def num_peers(spec: NetworkSpec) -> int:

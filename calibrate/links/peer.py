@@ -257,9 +257,9 @@ class _Messages:
         return arrived
 
 
-def measure(told: Mapping[str, Any]) -> dict[str, Any]:
+def measure(order: Mapping[str, Any]) -> dict[str, Any]:
     """Do what ``peer_message`` says."""
-    spec = PeerSpec(told["rank"], told["device"], MeetingPoint(**told["place"]), NetworkSpec(**told["network"]))
+    spec = PeerSpec(order["rank"], order["device"], MeetingPoint(**order["place"]), NetworkSpec(**order["network"]))
     return Peer(spec).run()
 
 

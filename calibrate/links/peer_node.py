@@ -139,5 +139,5 @@ def _measure(proven: ProvenConnection, message: dict[str, Any]) -> dict[str, Any
         for number, rank in enumerate(own):
             device = spec.devices[number % len(spec.devices)]
             crew.send(number, {**peer_message(spec, place, rank), "device": device})
-        found = crew.gather(range(len(own)), "the processes that measure the link to the other node", WAIT_S)
-    return {str(rank): found[number] for number, rank in enumerate(own)}
+        answers = crew.gather(range(len(own)), "the processes that measure the link to the other node", WAIT_S)
+    return {str(rank): answers[number] for number, rank in enumerate(own)}

@@ -123,13 +123,13 @@ class OtherNode:
             for number, rank in enumerate(own):
                 crew.send(number, {**peer_message(spec, place, rank), "device": _device(spec.devices, number)})
             try:
-                found = crew.gather(range(len(own)), "the processes that measure the link to the other node", WAIT_S)
+                answers = crew.gather(range(len(own)), "the processes that measure the link to the other node", WAIT_S)
             except (ClusterError, WaitTimeout) as error:
                 raise self._both_sides(error) from error
         answer = proven.receive(f"{self._what} to send what it measured", _LAST_WORDS_S * 6)
         if "failed" in answer:
             raise ClusterError(f"{self._what}: {answer['failed']}")
-        results = {rank: found[number] for number, rank in enumerate(own)}
+        results = {rank: answers[number] for number, rank in enumerate(own)}
         results |= {rank: answer["results"][str(rank)] for rank in others}
         return measurement(spec, on_one_clock([results[rank] for rank in ranks]))
 

@@ -70,11 +70,11 @@ def links_differ(known: LinkProfile, measured: LinkProfile) -> bool:
 def _differ(known: Sequence[SendTime], measured: Sequence[SendTime]) -> bool:
     by_size = {entry.size_bytes: entry.time for entry in measured}
     for entry in known:
-        found = by_size.get(entry.size_bytes)
-        if found is None:
+        timed = by_size.get(entry.size_bytes)
+        if timed is None:
             continue
-        away_s = abs(found.median_s - entry.time.median_s)
-        if away_s > LINK_DIFFERS * entry.time.median_s and away_s > found.mad_s + entry.time.mad_s:
+        away_s = abs(timed.median_s - entry.time.median_s)
+        if away_s > LINK_DIFFERS * entry.time.median_s and away_s > timed.mad_s + entry.time.mad_s:
             return True
     return False
 
@@ -86,13 +86,13 @@ def _check_same_job(subject: Subject, profile: Profile) -> None:
         "fingerprint": (model.fingerprint[:12], profile.job.fingerprint[:12]),
         "batch_size": (subject.job.batch_size, profile.job.batch_size),
     }
-    for field, (found, allowed) in facts.items():
-        if found != allowed:
+    for field, (value, allowed) in facts.items():
+        if value != allowed:
             raise ProfileError(
                 "the profile belongs to another job; calibrate again without --add-node-type",
                 source=subject.job_path,
                 field=field,
-                value=found,
+                value=value,
                 allowed=str(allowed),
             )
 

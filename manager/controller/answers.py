@@ -125,8 +125,8 @@ def _note_prepared(transition: Transition, answers: Mapping[WorkerId, Prepared])
     named = {answer.named.step for answer in _alike(answers).values() if answer.named is not None}
     if named:
         transition.change(unnamed=tuple(step for step in state.unnamed if step not in named))
-    told = zip(answers, [reports[key] for key in map(id, answers.values())], strict=True)
-    transition.change_step(reports=transition.state.step.reports | dict(told))
+    paired = zip(answers, [reports[key] for key in map(id, answers.values())], strict=True)
+    transition.change_step(reports=transition.state.step.reports | dict(paired))
     _note_evaluation(transition, _alike(answers).values())
 
 

@@ -106,7 +106,7 @@ def on_nobody_heard(transition: Transition, event: NobodyHeard) -> None:
     }
     transition.change(workers=workers)
     transition.change_step(order=order)
-    transition.change_under_way(lambda one: one.model_copy(update={"started_s": later(one.started_s)}))
+    transition.change_under_way(lambda save: save.model_copy(update={"started_s": later(save.started_s)}))
     transition.say(ReasonCode.OUTAGE_OVER, f"no worker was heard for {event.lasted_s:.1f} s: that time does not count")
 
 
@@ -126,8 +126,8 @@ def _end_long_waits(transition: Transition) -> None:
                 transition.change_saving(sealing=(), sealing_since_s=None)
                 end_if_saved(transition)
             else:
-                told = f"the manifest of version {state.version} was not written within {limit_s:.4g} s"
-                transition.end("failed", told)
+                sentence = f"the manifest of version {state.version} was not written within {limit_s:.4g} s"
+                transition.end("failed", sentence)
         case Phase.COMMITTING | Phase.SEALING:
             save_if_due(transition)
         case Phase.HOLDING if waits.hold_until_s is not None and now_s >= waits.hold_until_s:

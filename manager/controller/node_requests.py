@@ -353,7 +353,7 @@ def keep_request(transition: Transition, name: RequestId, request: NodeRequest) 
 def without_granted(request: NodeRequest, *nodes: WorkerId) -> NodeRequest:
     """Return the request without these granted workers."""
     granted = {worker: since_s for worker, since_s in request.granted.items() if worker not in nodes}
-    facts = {worker: found for worker, found in request.facts.items() if worker not in nodes}
+    facts = {worker: known for worker, known in request.facts.items() if worker not in nodes}
     return request.model_copy(update={"granted": granted, "facts": facts, "waiting": request.waiting - set(nodes)})
 
 

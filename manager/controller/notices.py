@@ -64,7 +64,7 @@ def _is_free(state: ControllerState, worker: WorkerId) -> bool:
         return False
     if state.pre_copy is not None and worker in state.pre_copy.parties:
         return False
-    return not any(worker in one.debtors for one in state.saving.under_way)
+    return not any(worker in save.debtors for save in state.saving.under_way)
 
 
 def on_notice_given(transition: Transition, event: NoticeGiven) -> None:

@@ -86,7 +86,7 @@ def _begin_waits_anew(transition: Transition) -> None:
     }
     transition.change(workers=workers)
     transition.change_step(order=order if awaited else None, awaited=awaited)
-    earlier = tuple(one.model_copy(update={"started_s": now_s}) for one in state.saving.earlier)
+    earlier = tuple(save.model_copy(update={"started_s": now_s}) for save in state.saving.earlier)
     transition.change_saving(earlier=earlier)
     transition.change_saving(pending=pending, sealing_since_s=None if state.saving.sealing_since_s is None else now_s)
     transition.change_measured(morph_began_s=None)

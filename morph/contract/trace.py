@@ -79,7 +79,7 @@ class Trace(Value):
     @property
     def duration_s(self) -> float:
         """End of the recording: the end event, or the time of the last event or price."""
-        return max((*(told[-1].time_s for told in (self.events, self.prices) if told), self.end_s or 0.0))
+        return max((*(lines[-1].time_s for lines in (self.events, self.prices) if lines), self.end_s or 0.0))
 
     @property
     def max_nodes(self) -> int:

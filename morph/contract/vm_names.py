@@ -24,8 +24,8 @@ def workers_of(vm: str, num_devices: int) -> tuple[str, ...]:
 @lru_cache(maxsize=2**14)
 def vm_of(worker: str) -> str:
     """Return the VM of a worker."""
-    found = _OF_SEVERAL.fullmatch(worker) if ".d" in worker else None
-    return found["vm"] if found else worker
+    match = _OF_SEVERAL.fullmatch(worker) if ".d" in worker else None
+    return match["vm"] if match else worker
 
 
 def beside(worker: str, workers: Iterable[str]) -> tuple[str, ...]:

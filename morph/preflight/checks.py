@@ -176,8 +176,8 @@ def _loss(checked: CutJob, effort: Effort, report: Report) -> Report:
     if num_elements(checked.model) + frozen > effort.most_parameters:
         return report
     check_packed(checked.job)
-    found = (f"warning: {sentence}" for sentence in loss_warnings(checked.job))
-    return replace(report, warnings=(*report.warnings, *found))
+    warnings = (f"warning: {sentence}" for sentence in loss_warnings(checked.job))
+    return replace(report, warnings=(*report.warnings, *warnings))
 
 
 def _comparison(checked: CutJob, effort: Effort, report: Report) -> Report:

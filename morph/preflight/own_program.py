@@ -109,8 +109,8 @@ def _why(job: Job) -> str:
         result = job.loss(model, batch)
         return result.mean() if isinstance(result, Loss) else result
 
-    found = loss_warnings(replace(job, loss=mean, micro_batch_size=None))
-    return found[0] if found else "the model computes another loss for a part of a batch than for the whole"
+    warnings = loss_warnings(replace(job, loss=mean, micro_batch_size=None))
+    return warnings[0] if warnings else "the model computes another loss for a part of a batch than for the whole"
 
 
 def _micro_batch_sizes(job: Job) -> tuple[int, ...]:

@@ -375,21 +375,21 @@ def _run_sections(
     return _Step(values[0].detach(), {name: gradient.to_dense() for name, gradient in gradients.items()})
 
 
-def _check(expected: _Step, found: _Step, source: str, which: str) -> float:
+def _check(expected: _Step, cut: _Step, source: str, which: str) -> float:
     """Return the largest relative difference: a gradient may differ by a thousandth of its own norm.
 
     A millionth of the largest of any weight is added, because a gradient near zero consists of rounding.
     """
     largest_rms = max((rms(gradient) for gradient in expected.gradients.values()), default=0.0)
     differences = {}
-    for name in expected.gradients.keys() | found.gradients.keys():
-        plain, ours = expected.gradients.get(name), found.gradients.get(name)
+    for name in expected.gradients.keys() | cut.gradients.keys():
+        plain, ours = expected.gradients.get(name), cut.gradients.get(name)
         difference = rms(ours if plain is None else plain if ours is None else plain - ours)  # type: ignore[arg-type]
         of = (rms(plain) if plain is not None else 0.0) + _BESIDE_THE_LARGEST / _RELATIVE * largest_rms
         differences[name] = difference / of if difference else 0.0
     worst = sorted(differences, key=lambda name: -differences[name])
-    apart = abs(float(found.loss - expected.loss)) / max(abs(float(expected.loss)), _RELATIVE)
-    types = {gradient.dtype for side in (expected, found) for gradient in side.gradients.values()}
+    apart = abs(float(cut.loss - expected.loss)) / max(abs(float(expected.loss)), _RELATIVE)
+    types = {gradient.dtype for side in (expected, cut) for gradient in side.gradients.values()}
     allowed = max((_RELATIVE, *(_ROUNDINGS * torch.finfo(dtype).eps for dtype in types)))
     wrong = [name for name in worst if not differences[name] <= allowed]
     if apart <= allowed and not wrong:

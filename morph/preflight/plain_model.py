@@ -65,6 +65,6 @@ def _first_and_last_of_each_kind(children: list[nn.Module]) -> list[nn.Module]:
         kind = f"{child!r} {[tuple(parameter.shape) for parameter in child.parameters()]}"
         places.setdefault(kind, []).append(place)
     kept: set[int] = set()
-    for found in places.values():
-        kept.update(found if len(found) < _LEAST_BLOCKS else (found[0], found[-1]))
+    for blocks in places.values():
+        kept.update(blocks if len(blocks) < _LEAST_BLOCKS else (blocks[0], blocks[-1]))
     return [children[place] for place in sorted(kept)]

@@ -153,7 +153,7 @@ class Sums:
     def reduce(self, num_micro_batches: int, step: int = 0) -> bool:
         """Set the states' mean gradients; False: sums overflowed, and must be computed again at scales that fit."""
         reduced = finish_all(self._accumulators, num_micro_batches, step)
-        overflowed = any(one.overflowed for one in reduced.values())
+        overflowed = any(sums.overflowed for sums in reduced.values())
         for unit, state in self._states.items():
             state.reduced = reduced[unit]
             if overflowed:

@@ -131,24 +131,24 @@ def _buckets(lengths: Sequence[Any], multiple: int) -> tuple[int, ...]:
     """Return up to three powers of two, each long enough for some sample, and then the longest length."""
     shortest, longest = (int(of([of(some) for some in lengths])) for of in (min, max))
     power = 1 << max(0, (longest - 1).bit_length() - 1)
-    found = [longest]
-    while len(found) < MOST_BUCKETS and power >= max(shortest, SMALLEST_BUCKET):
+    buckets = [longest]
+    while len(buckets) < MOST_BUCKETS and power >= max(shortest, SMALLEST_BUCKET):
         if power % multiple == 0:
-            found.append(power)
+            buckets.append(power)
         power //= 2
-    return tuple(found[::-1])
+    return tuple(buckets[::-1])
 
 
 def _padding(together: Entries, alone: Sequence[Entries], varying: Sequence[str]) -> dict[str, float]:
     """Return the values with which a collator pads short rows, by entry, if they differ from Morph's defaults."""
-    found = {}
+    entries = {}
     for name in varying:
         number, own = min(((n, one[name][0]) for n, one in enumerate(alone)), key=lambda pair: pair[1].shape[0])
         row = together[name][number]
         value = _fill(row, own) if row.dim() == 1 and own.shape[0] < row.shape[0] else None
         if value is not None and value != padding_of(name, {}):
-            found[name] = value
-    return found
+            entries[name] = value
+    return entries
 
 
 def _fill(row: Tensor, own: Tensor) -> float | None:

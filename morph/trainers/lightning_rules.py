@@ -102,8 +102,8 @@ def check_module(module: Any, *, evaluates: bool) -> None:
     base = lightning_class(module)
     if not module.automatic_optimization:
         raise refusal("automatic_optimization", False, "True; Morph calls the optimizer")
-    bases = [one for one in base.__mro__ if one.__module__.startswith(PACKAGES)]
-    own = {name for one in bases for name in vars(one) if not name.startswith(("__", "CHECKPOINT_"))}
+    bases = [kind for kind in base.__mro__ if kind.__module__.startswith(PACKAGES)]
+    own = {name for kind in bases for name in vars(kind) if not name.startswith(("__", "CHECKPOINT_"))}
     for name in sorted(own):
         is_own = inspect.getattr_static(type(module), name) is not inspect.getattr_static(base, name)
         harmless = name in METHODS or name.startswith(("on_test_", "on_predict_"))

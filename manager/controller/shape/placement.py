@@ -87,7 +87,7 @@ def choose_sources(
     if unable and restore == "checkpoint":
         able = [worker for worker in held if worker not in unable]
         unread = [(worker, unit) for worker, units in lacked.items() for unit in units if not holders_of[unit]]
-        load = {one: sum(sizes[unit] for worker, unit in unread if worker == one) for one in able}
+        load = {reader: sum(sizes[unit] for worker, unit in unread if worker == reader) for reader in able}
         relayed = [entry for entry in unread if entry[0] in unable]
         readers = _share_sending(relayed, dict.fromkeys(holders_of, able), sizes, load)
     sources: list[StateSource] = []
@@ -264,7 +264,7 @@ class _Dealing:
         for mine, other in changes:
             where = self.where[other]
             touched = self.rivals[stage] if where is None else self.rivals[stage] | self.rivals[where]
-            safe = [one for one in touched if one != where and not self.at_risk(one)]
+            safe = [position for position in touched if position != where and not self.at_risk(position)]
             self._change(mine, other)
             mended = not self.at_risk(stage) and not any(map(self.at_risk, safe))
             if mended and (
@@ -301,12 +301,12 @@ class _Dealing:
         self.at[stage].remove(worker)
         self.on[stage] -= Counter([self.vms[worker]])
 
-    def _change(self, one: int, other: int) -> None:
-        stages = self.where[one], self.where[other]
-        for worker, stage in zip((one, other), stages, strict=True):
+    def _change(self, position: int, other: int) -> None:
+        stages = self.where[position], self.where[other]
+        for worker, stage in zip((position, other), stages, strict=True):
             if stage is not None:
                 self._take(worker, stage)
-        for worker, stage in zip((other, one), stages, strict=True):
+        for worker, stage in zip((other, position), stages, strict=True):
             self.where[worker] = None
             if stage is not None:
                 self._put(worker, stage)

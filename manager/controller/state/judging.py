@@ -54,7 +54,7 @@ def set_back_judged(transition: Transition, version: int) -> None:
     kept = unfinished if unfinished is not None and judged.last_version < unfinished.version < version else None
     losses = checkpoint.losses if checkpoint is not None and known else LossTrend()
     transition.change(judged=judged, unfinished=kept, losses=losses)
-    candidates = tuple(one for one in state.saving.candidates if one.version <= version)
+    candidates = tuple(save for save in state.saving.candidates if save.version <= version)
     transition.change_saving(candidates=candidates)
 
 
@@ -83,8 +83,8 @@ def _mark(transition: Transition) -> None:
         transition.actions.append(MarkBest(best=marked))
     newest = max(saving.newest, default=0)
     # a newer checkpoint may be complete before an older one that is still written
-    on_the_way = {one.version for one in saving.under_way} | {one.version for one in saving.sealing}
-    left = tuple(one for one in saving.candidates if one.version > newest or one.version in on_the_way)
+    on_the_way = {save.version for save in saving.under_way} | {save.version for save in saving.sealing}
+    left = tuple(save for save in saving.candidates if save.version > newest or save.version in on_the_way)
     transition.change_saving(marked=marked, candidates=left)
 
 

@@ -211,8 +211,8 @@ def with_forecasts(
     return Forecasts(corrected=corrected, profiled=profiled)
 
 
-def _alike(one: str, other: str) -> float:
-    return 1.0 if one == other else ALIKE
+def _alike(node_type: str, other: str) -> float:
+    return 1.0 if node_type == other else ALIKE
 
 
 def is_material(before: Correction | None, now: Correction, seen: Sequence[StageRatios], compute_s: Times) -> bool:

@@ -90,8 +90,8 @@ class SliceChange(Generic[Fields]):
             assert not args, "fields are given by name"
             owners = list(accumulate(self._path, getattr, initial=transition.state))
             replaced = owners.pop().model_copy(update=fields)
-            for name, one in zip(reversed(self._path), reversed(owners), strict=True):
-                replaced = one.model_copy(update={name: replaced})
+            for name, owner in zip(reversed(self._path), reversed(owners), strict=True):
+                replaced = owner.model_copy(update={name: replaced})
             transition.state = replaced
 
         return change

@@ -54,7 +54,7 @@ def begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, Worker
         record_save_begun(transition, share, "evaluated")
         return share, "it is evaluated, and may be the best"
     begins = goes_back_to(state, state.version) and not any(
-        goes_back_to(state, one.version) and not one.stale for one in saving.under_way
+        goes_back_to(state, save.version) and not save.stale for save in saving.under_way
     )
     if (under_way or saving.sealing) and not begins:
         return {}, ""
@@ -282,7 +282,7 @@ def commit_orders(
         generation=state.generation,
         version=state.version,
         decided=state.decided,
-        earlier_checkpoints=tuple(one.version for one in state.saving.earlier),
+        earlier_checkpoints=tuple(save.version for save in state.saving.earlier),
         held=state.phase is Phase.RESTING,
     )
     fields = finish_fields(state)

@@ -97,8 +97,8 @@ def on_checkpoint_found(transition: Transition, event: CheckpointFound) -> None:
     else:
         _change(transition, failed=frozenset(), unable=frozenset())
         gone = f"version {saving.doubt.version} is gone" if saving.doubt.at_most is None else saving.doubt.sentence
-        told = event.passed_over or (gone,)
-        sentence = f"{'; '.join(told)}; version {manifest.version} is loaded"
+        passed_over = event.passed_over or (gone,)
+        sentence = f"{'; '.join(passed_over)}; version {manifest.version} is loaded"
     transition.say(ReasonCode.RESTING, sentence)
     if state.waits.num_fruitless >= state.config.policy.max_fruitless_generations:
         return begin_rest(transition)

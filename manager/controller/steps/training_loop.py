@@ -196,7 +196,7 @@ def _step_orders(
         attempt=state.step.attempt,
         decided=state.decided,
         loss_scale=state.step.loss_scale,
-        earlier_checkpoints=tuple(one.version for one in state.saving.earlier),
+        earlier_checkpoints=tuple(save.version for save in state.saving.earlier),
         record_timeline=state.version == state.config.timeline_step,
         bears_non_finite=judges_losses(state),
         num_micro_batches=None if num == state.plan.num_micro_batches else num,

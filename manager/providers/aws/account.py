@@ -128,8 +128,8 @@ class Account:
         """Whether the launch template with the run's name belongs to the run; None: there is none."""
         filters = [{"Name": "launch-template-name", "Values": [self.template]}]
         with reading(what := f"launch template {self.template}"):
-            for told, _ in self._ec2.pages("describe_launch_templates", "LaunchTemplates", what, Filters=filters):
-                return self._identity.owns(tags_of(told))
+            for template, _ in self._ec2.pages("describe_launch_templates", "LaunchTemplates", what, Filters=filters):
+                return self._identity.owns(tags_of(template))
         return None
 
     def make_template(self) -> None:
@@ -175,7 +175,7 @@ class Account:
     def _terminate(self, ids: list[str]) -> None:
         answer = self._ec2.call("terminate_instances", "", InstanceIds=ids)
         with reading(what := "the end of instances"):
-            states = {told["InstanceId"]: told["CurrentState"]["Name"] for told in answer["TerminatingInstances"]}
+            states = {change["InstanceId"]: change["CurrentState"]["Name"] for change in answer["TerminatingInstances"]}
         if not all(states.get(instance) in (GONE, ENDING) for instance in ids):
             raise Transient(f"{what}: AWS does not say that they are ending")
 
@@ -225,7 +225,7 @@ class Account:
             ):
                 made_s = paid_since_s(version["CreateTime"], date or None, time.time())
                 asked_s[version.get("VersionDescription", "")] = made_s or 0
-        listed, since_s = {"", *(found.token for found in self.look()[0])}, time.time() - self._bounds.list_s
+        listed, since_s = {"", *(instance.token for instance in self.look()[0])}, time.time() - self._bounds.list_s
         left_s = [at_s - since_s for token, at_s in asked_s.items() if token not in listed and at_s > since_s]
         if left_s:
             most_s = max(left_s)
@@ -264,5 +264,5 @@ class Account:
 
 def tags_of(entry: Mapping[str, Any]) -> dict[str, str]:
     """Return the tags in a description by AWS."""
-    told: Iterable[Mapping[str, str]] = entry.get("Tags") or entry.get("TagSet") or ()
-    return {tag["Key"]: tag["Value"] for tag in told}
+    tags: Iterable[Mapping[str, str]] = entry.get("Tags") or entry.get("TagSet") or ()
+    return {tag["Key"]: tag["Value"] for tag in tags}

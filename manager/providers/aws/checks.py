@@ -52,12 +52,12 @@ class Checks:
             yield Finding(False, str(error))
 
     def _login(self) -> Iterator[Finding]:
-        told = Aws(lambda: self._open("sts")).call("get_caller_identity", "who you are")
-        yield Finding(True, f"AWS knows you as {told['Arn']}")
+        identity = Aws(lambda: self._open("sts")).call("get_caller_identity", "who you are")
+        yield Finding(True, f"AWS knows you as {identity['Arn']}")
 
     def _type(self, known: AwsType) -> Iterator[Finding]:
-        told = self._ec2.call("describe_instance_types", known.name, InstanceTypes=[known.name])
-        self._types[known.name] = described = told["InstanceTypes"][0]
+        answer = self._ec2.call("describe_instance_types", known.name, InstanceTypes=[known.name])
+        self._types[known.name] = described = answer["InstanceTypes"][0]
         num_gpus = sum(gpu["Count"] for gpu in described.get("GpuInfo", {}).get("Gpus", []))
         if known.num_gpus > num_gpus:
             yield Finding(False, f"{known.name} has {num_gpus} GPUs, and num_gpus is {known.num_gpus}")
@@ -102,8 +102,8 @@ class Checks:
     def _offers(self) -> Iterator[Finding]:
         filters = [{"Name": "instance-type", "Values": [known.name for known in self._spec.types]}]
         offers = {
-            (told["InstanceType"], told["Location"])
-            for told, _ in self._ec2.pages(
+            (offering["InstanceType"], offering["Location"])
+            for offering, _ in self._ec2.pages(
                 "describe_instance_type_offerings",
                 "InstanceTypeOfferings",
                 "what zones have",

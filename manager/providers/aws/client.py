@@ -108,8 +108,8 @@ class Aws:
 
 def code_of(error: BaseException | None) -> str:
     """Return AWS's code of an error of its SDK, or of an error of ours with such a cause; empty: there is none."""
-    found = error if isinstance(error, ClientError) else getattr(error, "__cause__", None)
-    return str(found.response.get("Error", {}).get("Code", "")) if isinstance(found, ClientError) else ""
+    refusal = error if isinstance(error, ClientError) else getattr(error, "__cause__", None)
+    return str(refusal.response.get("Error", {}).get("Code", "")) if isinstance(refusal, ClientError) else ""
 
 
 @contextmanager

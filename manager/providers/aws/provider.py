@@ -205,12 +205,12 @@ class AwsProvider:
 
     @staticmethod
     def _listed(instances: Sequence[Instance]) -> tuple[Vm, ...]:
-        vms = {one.vm.name: one.vm for one in instances if one.is_there}
+        vms = {instance.vm.name: instance.vm for instance in instances if instance.is_there}
         return tuple(vms[name] for name in sorted(vms, key=lambda name: (len(name), name)))
 
     def delete(self, names: Sequence[str]) -> None:
         """See ``Provider``: returns once AWS reports that the instances are ending and no longer billed."""
-        self._end([one for one in self._instances() if one.is_there and one.vm.name in names])
+        self._end([instance for instance in self._instances() if instance.is_there and instance.vm.name in names])
 
     def _end(self, instances: Sequence[Instance]) -> None:
         new = {made.id: made for made in self._new()}
@@ -242,7 +242,7 @@ class AwsProvider:
     def dismantle(self) -> tuple[str, ...]:
         """See ``Provider``: also deletes the launch template, if there is one."""
         self._has_template = False
-        self._end([one for one in self._instances() if one.is_there])
+        self._end([instance for instance in self._instances() if instance.is_there])
         return self.account.end_rest(time.monotonic() + self._bounds.delete_s)
 
     def price(self, node_type: str = "") -> Price | None:

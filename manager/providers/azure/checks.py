@@ -75,13 +75,13 @@ class Checks:
         return values
 
     def _login(self) -> Iterator[Finding]:
-        told = self._get("the resource group", self._group, GROUP_API_VERSION)
-        yield Finding(True, f"Azure knows you, and resource group {told['name']} is in {told['location']}")
+        group = self._get("the resource group", self._group, GROUP_API_VERSION)
+        yield Finding(True, f"Azure knows you, and resource group {group['name']} is in {group['location']}")
 
     def _type(self) -> Iterator[Finding]:
         query = {"$filter": f"location eq '{self._spec.location}'"}
         listed = self._list("the sizes of the region", f"{self._compute}/skus", SKUS_API_VERSION, **query)
-        machines = {told["name"]: told for told in listed if told["resourceType"] == "virtualMachines"}
+        machines = {entry["name"]: entry for entry in listed if entry["resourceType"] == "virtualMachines"}
         if not machines:
             raise Misconfigured(f"location: {self._spec.location} has no VMs: such as westus2")
         for size in self._spec.sizes:
@@ -117,7 +117,7 @@ class Checks:
             publisher, offer, sku, version = image.split(":")
             kind = f"locations/{self._spec.location}/publishers/{publisher}/artifacttypes/vmimage/offers/{offer}"
             listed = self._get(f"image {image}", f"{self._compute}/{kind}/skus/{sku}/versions", COMPUTE_API_VERSION)
-            if not [told for told in listed if version in ("latest", told["name"])]:
+            if not [entry for entry in listed if version in ("latest", entry["name"])]:
                 raise Misconfigured(f"image {image}: {self._spec.location} has no such version")
         yield Finding(True, f"image {image} is there")
 
@@ -144,8 +144,8 @@ class Checks:
             )
 
         missing = [action for action in ACTIONS if not may(action)]
-        told = f"you may not: {', '.join(missing)}" if missing else "you may do all that a run does in the group"
-        yield Finding(not missing, told)
+        sentence = f"you may not: {', '.join(missing)}" if missing else "you may do all that a run does in the group"
+        yield Finding(not missing, sentence)
 
     def _quota(self) -> Iterator[Finding]:
         number = turns(self._spec.sizes, self._count, self._count)[0]
@@ -154,7 +154,7 @@ class Checks:
         if has is None:  # reported above
             return
         place = f"{self._compute}/locations/{self._spec.location}/usages"
-        usages = {told["name"]["value"]: told for told in self._list("the quotas", place, COMPUTE_API_VERSION)}
+        usages = {usage["name"]["value"]: usage for usage in self._list("the quotas", place, COMPUTE_API_VERSION)}
         vcpus = int(has["vCPUs"]) * -(-self._count // number)
         for name in ("lowPriorityCores",) if self._spec.spot else ("cores", has["family"]):
             if name not in usages:

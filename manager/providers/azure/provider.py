@@ -151,8 +151,8 @@ class AzureProvider:
     def boot_log(self, name: str) -> str:
         """See ``Provider``: the log of the serial console, which Azure keeps in a blob."""
         try:
-            found = self._machines.retrieve_boot_diagnostics_data(self._spec.resource_group, name)
-            where = found.serial_console_log_blob_uri
+            diagnostics = self._machines.retrieve_boot_diagnostics_data(self._spec.resource_group, name)
+            where = diagnostics.serial_console_log_blob_uri
             if not where:  # there is no log yet
                 return ""
             log = fetch(str(where), timeout_s=BOOT_LOG_TIMEOUT_S)

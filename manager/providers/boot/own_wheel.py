@@ -115,7 +115,7 @@ def make_lock(wanted: Sequence[str], timeout_s: float = LOCK_TIMEOUT_S) -> str:
 
 def _indexes(wanted: Sequence[str]) -> list[str]:
     """Return pip's options for the indexes of torch's builds, which no general index has."""
-    builds = {build for one in wanted if (build := one.partition("==")[2].partition("+")[2])}
+    builds = {build for requirement in wanted if (build := requirement.partition("==")[2].partition("+")[2])}
     return [f"--extra-index-url={TORCH_INDEX}{build}" for build in sorted(builds)]
 
 
@@ -144,8 +144,8 @@ class Lock:
         return f"# for {hashlib.sha256(repr(self._wanted).encode()).hexdigest()}\n"
 
     def _kept(self) -> bytes:
-        found = self._path.read_bytes() if self._path.exists() else b""
-        return found if found.startswith(self._mark.encode()) else b""
+        content = self._path.read_bytes() if self._path.exists() else b""
+        return content if content.startswith(self._mark.encode()) else b""
 
     def _new(self) -> bytes:
         try:

@@ -70,7 +70,7 @@ class SshHost(Value):
     def is_here(self) -> bool:
         """Whether the host is this machine, judged by its addresses."""
         return "localhost" in (known := (self.address, self.node_address or "")) or any(
-            one.startswith("127.") or one == "::1" for one in known
+            address.startswith("127.") or address == "::1" for address in known
         )
 
     @property

@@ -183,8 +183,8 @@ def _seconds(text: str) -> float | None:
 
 def version_in(text: str) -> tuple[int, ...]:
     """Return the version in the output of ``--version``; empty: there is none."""
-    found = re.search(r"\b(\d+)\.(\d+)", text)
-    return () if found is None else (int(found[1]), int(found[2]))
+    match = re.search(r"\b(\d+)\.(\d+)", text)
+    return () if match is None else (int(match[1]), int(match[2]))
 
 
 def job_number_in(text: str) -> str:
@@ -197,8 +197,8 @@ def job_number_in(text: str) -> str:
 
 def setting_in(text: str, name: str) -> float | None:
     """Return a number of seconds in the output of ``scontrol show``: ``GraceTime=8`` or ``KillWait = 30 sec``."""
-    found = re.search(rf"\b{name}\s*=\s*(\d+)\b", text)
-    return None if found is None else float(found[1])
+    match = re.search(rf"\b{name}\s*=\s*(\d+)\b", text)
+    return None if match is None else float(match[1])
 
 
 def why_over(text: str) -> str:

@@ -196,8 +196,8 @@ def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
 
 def loaded(files: JobFiles) -> set[str]:
     """Return the modules of a job that this process has imported, by their path below the job's folder."""
-    found = (files.inside(file) for module in list(sys.modules.values()) if (file := file_of(module)) is not None)
-    return {inside for inside in found if inside is not None}
+    places = (files.inside(file) for module in list(sys.modules.values()) if (file := file_of(module)) is not None)
+    return {inside for inside in places if inside is not None}
 
 
 def _imports_known_code(files: JobFiles) -> bool:
@@ -229,8 +229,8 @@ def _place(name: str) -> str | None:
 def _installed() -> list[str]:
     """Return the names and versions of installed packages, as the names of their metadata folders."""
     folders = {Path(entry) for entry in sys.path if Path(entry).name in {"site-packages", "dist-packages"}}
-    found = (entry for folder in folders if folder.is_dir() for entry in folder.iterdir())
-    return sorted(entry.name for entry in found if entry.suffix in {".dist-info", ".egg-info"})
+    entries = (entry for folder in folders if folder.is_dir() for entry in folder.iterdir())
+    return sorted(entry.name for entry in entries if entry.suffix in {".dist-info", ".egg-info"})
 
 
 @cache

@@ -198,16 +198,16 @@ def _cheap(exported: GraphJob, calls: list[Node], free: set[Node]) -> set[Node]:
 def _differentiable(analysis: Analysis) -> set[Node]:
     """Return the sequence nodes whose values autograd follows back to a parameter."""
     sources = analysis.exported.sources
-    found: set[Node] = set()
+    reached: set[Node] = set()
     for node in analysis.sequence:
         inputs = _gradient_inputs(node)
         follows = any(
-            argument in found or (argument.op == "placeholder" and sources[argument.name].kind == "parameter")
+            argument in reached or (argument.op == "placeholder" and sources[argument.name].kind == "parameter")
             for argument in inputs
         )
         if follows and any(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in tensors_of(node)):
-            found.add(node)
-    return found
+            reached.add(node)
+    return reached
 
 
 def _gradient_inputs(node: Node) -> Iterator[Node]:

@@ -108,8 +108,8 @@ def cut(
     return model if exported.boundary == "same" else narrowed(model, torch.bfloat16)
 
 
-def _are_alike(one: CutModel, other: CutModel) -> bool:
-    return one.fingerprint == other.fingerprint and one.units == other.units
+def _are_alike(model: CutModel, other: CutModel) -> bool:
+    return model.fingerprint == other.fingerprint and model.units == other.units
 
 
 def _cut_elsewhere(exported: MarkedJob, what: str, field: str, value: Sequence[int]) -> JobError:
@@ -129,9 +129,9 @@ def _cut_marked(exported: MarkedJob, num_sections: int | None, micro_batch_size:
         bucket: cut_marked(replace(exported, batch=batch), num_sections=num_sections, micro_batch_size=micro_batch_size)
         for bucket, batch in exported.batches.items()
     }
-    by_length = {bucket: replace(one, length=bucket) for bucket, one in by_length.items()}
+    by_length = {bucket: replace(bucketed, length=bucket) for bucket, bucketed in by_length.items()}
     model = by_length[exported.buckets[-1]]
-    if any(not _are_alike(model, one) for one in by_length.values()):
+    if any(not _are_alike(model, bucketed) for bucketed in by_length.values()):
         raise _cut_elsewhere(exported, "lengths", "buckets", exported.buckets)
     return replace(model, by_length=by_length)
 
@@ -329,4 +329,4 @@ def _numbered_modules(node: Node) -> Iterator[tuple[str, str, str]]:
 
 
 def _overlap(some: Sequence[Block], others: Sequence[Block]) -> bool:
-    return any(one.start < other.end and other.start < one.end for one in some for other in others)
+    return any(stretch.start < other.end and other.start < stretch.end for stretch in some for other in others)

@@ -45,9 +45,9 @@ class LazyTensors(Mapping[str, Tensor]):
         num_operations: int,
     ) -> LazyTensors:
         """Rebuild the values from their attributes."""
-        found = cls({}, tape)
-        found.entries, found.specs, found.num_operations = dict(entries), dict(specs), num_operations
-        return found
+        tensors = cls({}, tape)
+        tensors.entries, tensors.specs, tensors.num_operations = dict(entries), dict(specs), num_operations
+        return tensors
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]
@@ -80,8 +80,8 @@ class LazyTensors(Mapping[str, Tensor]):
         """Make every tensor in one replay."""
         references = {name: entry for name, entry in self.entries.items() if isinstance(entry, TensorRef)}
         made = self.tape.materialise(list(references.values()), self.num_operations) if self.tape is not None else []
-        found = dict(zip(references, made, strict=True))
-        return {name: entry if isinstance(entry, Tensor) else found[name] for name, entry in self.entries.items()}
+        real = dict(zip(references, made, strict=True))
+        return {name: entry if isinstance(entry, Tensor) else real[name] for name, entry in self.entries.items()}
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,8 +114,8 @@ class BuiltModel:
         """Restore the buffers that a run has replaced by tensors made from its batch."""
         for name, buffer in self.buffers.items():
             owner, _, last = name.rpartition(".")
-            found = self.model.get_buffer(name)
-            if self.tape is not None and isinstance(found, FakeTensor) and not self.tape.knows(found):
+            assigned = self.model.get_buffer(name)
+            if self.tape is not None and isinstance(assigned, FakeTensor) and not self.tape.knows(assigned):
                 self.model.get_submodule(owner)._buffers[last] = buffer
 
     def running(self) -> AbstractContextManager[object]:
@@ -143,14 +143,14 @@ def write_assigned_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> No
     for name, buffer in before.items():
         owner, _, last = name.rpartition(".")
         buffers = model.get_submodule(owner)._buffers
-        found = buffers.get(last)
-        if found is buffer:
+        assigned = buffers.get(last)
+        if assigned is buffer:
             continue
-        if found is None or found.shape != buffer.shape or found.dtype != buffer.dtype:
-            shown = None if found is None else f"{list(found.shape)} {found.dtype}"
+        if assigned is None or assigned.shape != buffer.shape or assigned.dtype != buffer.dtype:
+            shown = None if assigned is None else f"{list(assigned.shape)} {assigned.dtype}"
             allowed = f"{list(buffer.shape)} {buffer.dtype}, as it was registered"
             raise JobError(f"the forward replaces buffer {name}", field="model", value=shown, allowed=allowed)
-        buffer.copy_(ASSIGNED(found))
+        buffer.copy_(ASSIGNED(assigned))
         buffers[last] = buffer
 
 

@@ -155,9 +155,9 @@ class Tape:
                 made = [_laid_out_as(reference) for reference in references]
             else:
                 made = self.materialise(references)
-            found = dict(zip(references, made, strict=True))
+            real = dict(zip(references, made, strict=True))
             real_args, real_kwargs = tree_map(
-                lambda value: found[value] if isinstance(value, TensorRef) else value, (args, kwargs)
+                lambda value: real[value] if isinstance(value, TensorRef) else value, (args, kwargs)
             )
             _draw(function, real_args, real_kwargs, generator)
         return state
@@ -302,12 +302,12 @@ class RecordTape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
 
 def written_tensors(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors among the arguments that ``func`` changes."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return tensors
 
 
 def _overwritten(func: OpOverload, args: Any, written: Sequence[Tensor]) -> int | None:
@@ -377,9 +377,9 @@ def _taking_generator(operation: OpOverload) -> tuple[OpOverload | None, int | N
     packet = operation.overloadpacket
     wanted = set(arguments(operation)) | {("generator", _GENERATOR)}
     for overload in (operation, *(getattr(packet, name) for name in packet.overloads())):
-        found = arguments(overload)
-        if set(found) == wanted:
-            return overload, found.index(("generator", _GENERATOR))
+        parameters = arguments(overload)
+        if set(parameters) == wanted:
+            return overload, parameters.index(("generator", _GENERATOR))
     return None, None
 
 

@@ -71,8 +71,8 @@ def _none_for_one_sequence(indices_of: Indices) -> Indices:
         known = known_numbers(position_ids)
         if known is not None:
             with unset_fake_temporarily(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
-                found = indices_of(known)
-                one_sequence = found is None or not bool(found.any())
+                indices = indices_of(known)
+                one_sequence = indices is None or not bool(indices.any())
             if one_sequence:
                 return None
         return indices_of(position_ids)
@@ -97,11 +97,11 @@ def _hides_nothing_else(mask: Node) -> bool:
     if not all(isinstance(size, int) for size in shape) or shape.numel() > _MOST_ENTRIES:
         return False
     try:
-        found: Tensor = _computed(mask, {})
+        values: Tensor = _computed(mask, {})
     except _UnknownError:
         return False
-    shown = found if found.dtype == torch.bool else found == 0
-    if not bool((shown | _is_hidden(found)).all()):
+    shown = values if values.dtype == torch.bool else values == 0
+    if not bool((shown | _is_hidden(values)).all()):
         return False  # its other entries are not zero
     return bool(shown.all()) or bool((shown == torch.ones(shape, dtype=torch.bool).tril()).all())
 
@@ -122,10 +122,10 @@ def known_numbers(tensor: Tensor) -> Tensor | None:
         return None
     with unset_fake_temporarily(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.no_grad():
         try:
-            found: Tensor = _computed(slot.proxy.node, {})
+            values: Tensor = _computed(slot.proxy.node, {})
         except _UnknownError:
             return None
-    return found
+    return values
 
 
 class _UnknownError(Exception):

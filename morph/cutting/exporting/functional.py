@@ -68,22 +68,22 @@ def make_functional(program: ExportedProgram) -> Functional:
     if not all(_replace_in_place(node, of_buffer) for node in list(_in_place_nodes(graph_module))):
         return _functionalised(program, buffers, len(results))
     _make_copies_differentiable(graph_module)
-    found = results_of(graph_module)
-    return _finished(graph_module, found[: len(results)], dict(zip(buffers, found[len(results) :], strict=True)))
+    outputs = results_of(graph_module)
+    return _finished(graph_module, outputs[: len(results)], dict(zip(buffers, outputs[len(results) :], strict=True)))
 
 
 def _functionalised(program: ExportedProgram, buffers: Sequence[Node], num_results: int) -> Functional:
     """Let torch functionalise the rest; buffers' new values found so far are written back at the end of the graph."""
     graph_module: GraphModule = program.graph_module
     _write_out_regions(graph_module, only_of_buffers=False)  # torch would drop them
-    found = results_of(graph_module)
+    outputs = results_of(graph_module)
     output = graph_module.graph.output_node()
-    for buffer, value in zip(buffers, found[num_results:], strict=True):
+    for buffer, value in zip(buffers, outputs[num_results:], strict=True):
         if value is not buffer:
             with graph_module.graph.inserting_before(output):
                 copy = graph_module.graph.call_function(torch.ops.aten.copy_.default, (buffer, value))
             copy.meta = dict(value.meta)
-    _set_results(graph_module, found[:num_results])
+    _set_results(graph_module, outputs[:num_results])
     graph_module.recompile()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -96,11 +96,11 @@ def _functionalised(program: ExportedProgram, buffers: Sequence[Node], num_resul
             source=node_line(node),
             allowed="operations that return a new tensor",
         )
-    signature, found = program.graph_signature, results_of(graph_module)
+    signature, outputs = program.graph_signature, results_of(graph_module)
     names = {target: name for name, target in signature.inputs_to_buffers.items()}
     placeholders = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
     results, values = [], {}
-    for spec, node in zip(signature.output_specs, found, strict=True):
+    for spec, node in zip(signature.output_specs, outputs, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
             results.append(node)
         elif spec.kind == OutputKind.BUFFER_MUTATION and str(spec.target) in names:
@@ -138,9 +138,9 @@ def _assigned(value: Node) -> Iterator[Node]:
     source = value.args[0]
     if isinstance(source, Node) and source.target is ASSIGNED:
         source.target = torch.ops.aten.detach.default
-        (found,) = source.all_input_nodes
-        if found.op == "call_function":
-            yield found
+        (operation,) = source.all_input_nodes
+        if operation.op == "call_function":
+            yield operation
 
 
 def results_of(graph_module: GraphModule) -> list[Node]:
@@ -249,12 +249,12 @@ def _in_place_nodes(graph_module: GraphModule) -> Iterator[Node]:
 def _written_arguments(node: Node) -> list[Node]:
     if not isinstance(node.target, OpOverload):
         return []
-    found = updated_statistics(node)
+    statistics = updated_statistics(node)
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            found += [entry for entry in tree_leaves(value) if isinstance(entry, Node)]
-    return found
+            statistics += [entry for entry in tree_leaves(value) if isinstance(entry, Node)]
+    return statistics
 
 
 def _base(node: Node) -> Node:

@@ -88,8 +88,8 @@ class UserFunction:
     def put_together(self, tensors: Sequence[Tensor]) -> Any:
         """Return the function's result from the tensors in it."""
         assert self.results_spec is not None
-        found = iter(tensors)
-        leaves = [next(found) if isinstance(leaf, _Given) else leaf for leaf in self.results]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, _Given) else leaf for leaf in self.results]
         return tree_unflatten(leaves, self.results_spec)
 
     def dry_run(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
@@ -106,14 +106,14 @@ class UserFunction:
         if context.dirty_tensors or versions != [tensor._version for tensor in tensors]:
             raise _refused(self.function, "changes a tensor that it is given")
         leaves, self.results_spec = tree_flatten(results)
-        found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         excluded = {id(tensor) for tensor in context.non_differentiable}
         self.results = tuple(_Given(True, 0) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         self.differentiable = tuple(
-            (tensor.is_floating_point() or tensor.is_complex()) and id(tensor) not in excluded for tensor in found
+            (tensor.is_floating_point() or tensor.is_complex()) and id(tensor) not in excluded for tensor in made
         )
         self.flops = watch.flops
-        return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in found]
+        return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in made]
 
 
 @contextmanager

@@ -122,14 +122,14 @@ def _keeps_means(node: Node, varying: set[Node], follows: set[Node]) -> bool:
 
 def _cone(ends: Iterable[Node]) -> set[Node]:
     """Return these nodes and all nodes on which these depend."""
-    found: set[Node] = set()
+    nodes: set[Node] = set()
     waiting = list(ends)
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in nodes:
+            nodes.add(node)
             waiting += node.all_input_nodes
-    return found
+    return nodes
 
 
 def _move_to_its_value(end: Node) -> None:

@@ -189,10 +189,10 @@ class CutModel:
     def every(self) -> dict[tuple[int | None, int], CutModel]:
         """Return all cuts, by length (None if lengths do not vary) and number of samples."""
         models = {self.micro_batch_size: self, **self.by_samples}
-        found: dict[tuple[int | None, int], CutModel] = {}
+        cuts: dict[tuple[int | None, int], CutModel] = {}
         for size, model in models.items():
-            found |= {(length, size): model.at(length) for length in model.by_length or (None,)}
-        return found
+            cuts |= {(length, size): model.at(length) for length in model.by_length or (None,)}
+        return cuts
 
     def mapped(self, change: Callable[[CutModel], CutModel]) -> CutModel:
         """Return the model with ``change`` applied to this cut and to every other."""
@@ -220,7 +220,7 @@ class CutModel:
 
 def narrowed(model: CutModel, dtype: torch.dtype) -> CutModel:
     """Return a cut model whose wider floating-point tensors cross every cut as ``dtype``, with another fingerprint."""
-    return model.mapped(lambda one: _narrowed(one, dtype))
+    return model.mapped(lambda cut: _narrowed(cut, dtype))
 
 
 def _narrowed(model: CutModel, dtype: torch.dtype) -> CutModel:
@@ -261,7 +261,7 @@ def units_of(
 def _by_readers(names: Sequence[str], read: Mapping[int, Sequence[str]]) -> dict[tuple[int, ...], list[str]]:
     members: dict[tuple[int, ...], list[str]] = {}
     for name in names:
-        readers = tuple(index for index, found in read.items() if name in found)
+        readers = tuple(index for index, entries in read.items() if name in entries)
         if readers:
             members.setdefault(readers, []).append(name)
     return members

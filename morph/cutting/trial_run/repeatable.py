@@ -147,7 +147,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         """Whether two runs have the same results, as far as tensors have values."""
         pairs = zip(self.result, other.result, strict=True)
         return self._tape is not None or all(
-            torch.allclose(one, two, rtol=_TOLERANCE, equal_nan=True) for one, two in pairs
+            torch.allclose(first, second, rtol=_TOLERANCE, equal_nan=True) for first, second in pairs
         )
 
     def line_of_difference(self, other: _Watch) -> str | None:

@@ -141,8 +141,8 @@ class Incoming:
             with self._lock:
                 missing, self._expected = sorted(self._expected), set()
             for sender in missing:
-                told = f"{sender} did not come to pre-copy units: {type(error).__name__}: {error}"
-                self._give_up(sender, told, level_of(error))
+                sentence = f"{sender} did not come to pre-copy units: {type(error).__name__}: {error}"
+                self._give_up(sender, sentence, level_of(error))
         finally:
             self._listener.stop()
 
@@ -178,8 +178,8 @@ class Incoming:
                     self._interrupt.notify()
             self._give_up(sender, f"{sender} hung up")
         except Exception as error:  # after any error, the units are sent again in the change
-            told = f"the pre-copy from {sender} broke off: {type(error).__name__}: {error}"
-            self._give_up(sender, told, level_of(error))
+            sentence = f"the pre-copy from {sender} broke off: {type(error).__name__}: {error}"
+            self._give_up(sender, sentence, level_of(error))
 
     def _take_in(self, frame: Frame, size: int, sender: str) -> None:
         facts = frame.facts

@@ -120,8 +120,8 @@ class StagedLink:
 
 def own_of(tensors: Sequence[Tensor], *, lent: bool) -> list[Tensor]:
     """Return contiguous tensors on the same device that will not change: copies, unless they are ``lent``."""
-    found = [tensor.detach() for tensor in tensors]
-    return [tensor.contiguous() if lent else tensor.clone(memory_format=torch.contiguous_format) for tensor in found]
+    detached = [tensor.detach() for tensor in tensors]
+    return [tensor.contiguous() if lent else tensor.clone(memory_format=torch.contiguous_format) for tensor in detached]
 
 
 class Begun:

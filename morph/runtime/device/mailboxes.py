@@ -180,7 +180,7 @@ class SendingEnd(LinkEnd[_Message]):
         return message
 
     def _carry(self, requested: _Message) -> None:
-        signals = [self._forth.transfer(one) for one in requested.beside]
+        signals = [self._forth.transfer(tensor) for tensor in requested.beside]
         for piece in _pieces(requested.tensors, self._box.slot_bytes):
             self._await_slot()
             self._interrupt.check()
@@ -247,7 +247,7 @@ class ReceivingEnd(LinkEnd[_Read]):
     def _carry(self, requested: _Read) -> None:
         assert self._slots is not None
         tensors = tuple(self._stream.empty(spec.shape, spec.dtype) for spec in requested.specs)
-        signals = [self._forth.transfer(one) for one in requested.beside]
+        signals = [self._forth.transfer(tensor) for tensor in requested.beside]
         for piece in _pieces(tensors, self._slot_bytes):
             self._answer()
             number = torch.zeros(1, dtype=torch.int64)

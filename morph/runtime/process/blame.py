@@ -82,8 +82,8 @@ def _traced_from(link: TracebackType) -> list[traceback.FrameSummary]:
         return []
     node = next((node for node in module.graph.nodes if node.name == name), None)
     stack = str(node.meta.get("stack_trace") or "") if node is not None else ""
-    found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack)
-    return [traceback.FrameSummary(file, int(number), function) for file, number, function in found]
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack)
+    return [traceback.FrameSummary(file, int(number), function) for file, number, function in frames]
 
 
 def _is_inside(frame: traceback.FrameSummary, folder: str) -> bool:

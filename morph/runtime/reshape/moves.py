@@ -94,8 +94,8 @@ def start_sending(sources: Sequence[StateSource], context: MoveContext) -> list[
         if entry.holder == context.worker:
             held = held_sum(entry.sum, context.sums)
             text = json.dumps([loss.model_dump() for loss in held.losses]).encode()
-            told = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            pending += _send({**held.tensors, _LOSSES: told}, context, entry.receiver)
+            encoded = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            pending += _send({**held.tensors, _LOSSES: encoded}, context, entry.receiver)
     return pending
 
 
@@ -111,8 +111,8 @@ def take_sums(context: MoveContext) -> tuple[list[HeldSum], int]:
             tensors, size = receive_tensors(context.channel(entry.holder, context.worker), _HOST)
             num_bytes += size
             losses = json.loads(bytes(tensors.pop(_LOSSES).tolist()))
-            told = tuple(MicroBatchLoss.model_validate(loss) for loss in losses)
-            received.append(HeldSum(entry.sum, tensors, told))
+            decoded = tuple(MicroBatchLoss.model_validate(loss) for loss in losses)
+            received.append(HeldSum(entry.sum, tensors, decoded))
     return received, num_bytes
 
 
@@ -224,7 +224,7 @@ def send_tensors(tensors: Mapping[str, Tensor], carrier: Carrier, interrupt: Int
     pending = [carrier.transfer(torch.tensor([len(header)])), carrier.transfer(text)]
     under_way: deque[Transfer] = deque()
     for pieces in _pieces(flat):
-        staging = next((found for piece in pieces if (found := staging_for(piece.device)) is not None), None)
+        staging = next((staging_of for piece in pieces if (staging_of := staging_for(piece.device)) is not None), None)
         while under_way and (staging is None or len(under_way) >= CHUNKS_UNDER_WAY):  # the next waits for its turn
             under_way.popleft().wait("a part of a unit's state to leave")
         if staging is None:

@@ -94,8 +94,8 @@ def add_fixed(sums: Sequence[FixedSum], gradients: Sequence[Tensor], is_first: S
     All are on one device, of equal sizes. If a value does not fit, the sum is undefined, and ``largest`` shows it.
     """
     if sums and sums[0].addresses is not None:
-        for one, gradient, first in zip(sums, gradients, is_first, strict=True):
-            _add_on_processor(one, gradient, first)
+        for fixed, gradient, first in zip(sums, gradients, is_first, strict=True):
+            _add_on_processor(fixed, gradient, first)
         return
     flat = [gradient.detach().reshape(-1) for gradient in gradients]
     fused = _fused(sums[0].total.device) if sums else None

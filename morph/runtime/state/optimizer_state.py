@@ -126,7 +126,7 @@ def step_together(optimizers: Sequence[Optimizer]) -> None:
     groups: list[dict[str, Any]] = []
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         settings = _settings(group)
-        same = next((one for one in groups if _settings(one) == settings), None)
+        same = next((others for others in groups if _settings(others) == settings), None)
         if same is None:
             groups.append(same := {**settings, "params": []})
         same["params"].extend(group["params"])

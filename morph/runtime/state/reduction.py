@@ -163,7 +163,7 @@ class _Piece:
             if on_host and self.unit.accumulator.marks_non_finite:
                 length = len(self.means) // self.ring.size
                 shares = range(self.first, self.first + len(self.means), length)
-                ranges = [one for first in shares for one in self.part.tensors_between(first, first + length)]
+                ranges = [span for first in shares for span in self.part.tensors_between(first, first + length)]
                 means = self.means[[begin - self.first for _, begin, _ in ranges]]
                 sums = self.unit.sums_of_means
                 sums[self.part] = sums.get(self.part, 0.0) + float(means.sum())
@@ -227,7 +227,7 @@ class Reduction:
                 self._num_on_the_way += 1
                 staging = piece.unit.staging
                 assert staging is not None
-                given = [one.view(-1) for one in (piece.largest, piece.sums) if one is not None]
+                given = [tensor.view(-1) for tensor in (piece.largest, piece.sums) if tensor is not None]
                 staging.to_host(given, partial(self._on_host, piece), self._fail, beside=piece.unit.ready)
 
     def _on_host(self, piece: _Piece, hosts: Sequence[Tensor]) -> None:

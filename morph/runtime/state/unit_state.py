@@ -383,8 +383,8 @@ class UnitState:
         """Return the state's tensors by name, without copies, and its numbers as one more tensor."""
         tensors: dict[str, Tensor] = {f"param/{name}": parameter for name, parameter in self._updated.items()}
         tensors |= {f"buffer/{name}": buffer for name, buffer in self.buffers.items()}
-        found, plain = optimizer_state(self.optimizer, self._updated)
-        tensors |= {f"optim/{name}/{key}": value for (name, key), value in found.items()}
+        optimizer_tensors, plain = optimizer_state(self.optimizer, self._updated)
+        tensors |= {f"optim/{name}/{key}": value for (name, key), value in optimizer_tensors.items()}
         numbers: dict[str, Any] = {
             "version": self.version,
             "num_applied": self.num_applied,
@@ -543,7 +543,7 @@ def squared_norms(tensors_of: Mapping[str, Iterable[Tensor]]) -> dict[str, float
     for device, tensors in folded.items():
         for key, square in zip(owners[device], torch.cat(tensors).tolist(), strict=True):
             squares[key].append(square)
-    return {key: math.fsum(found) for key, found in squares.items()}
+    return {key: math.fsum(partial_sums) for key, partial_sums in squares.items()}
 
 
 def _folded(rows: Tensor) -> Tensor:

@@ -138,8 +138,8 @@ class StepSums:
     def losses(self) -> dict[int, MicroBatchLoss]:
         """Return the losses and metrics of the micro-batches that were run; waits for the device once."""
         outputs, self._outputs = self._outputs, {}
-        told = told_losses(outputs, self._metric_names, self._shares)
-        self._known_losses |= {loss.micro_batch: loss for loss in told}
+        losses = told_losses(outputs, self._metric_names, self._shares)
+        self._known_losses |= {loss.micro_batch: loss for loss in losses}
         return self._known_losses
 
     def count(self, micro_batch: int) -> None:

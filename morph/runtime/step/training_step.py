@@ -148,8 +148,8 @@ class Training:
     def commit(self, current: Generation, order: CommitOrder) -> Committed:
         """Apply the decided step, and run no other."""
         self._bring_to(current, order.version, order.decided)
-        told = self._tell(current, order)
-        return Committed(worker=self._worker, generation=order.generation, version=order.version, **told)
+        reports = self._tell(current, order)
+        return Committed(worker=self._worker, generation=order.generation, version=order.version, **reports)
 
     def roll_forward(self, version: int, decided: Decided | None) -> None:
         """Apply the held gradients of the step before ``version`` as decided, if that step was decided."""

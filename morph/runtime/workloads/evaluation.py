@@ -225,7 +225,7 @@ class Evaluator(Attendant):
     def __init__(self, job: Job, model: CutModel, device: torch.device, prefetcher: DataWorkers | None = None) -> None:
         assert job.eval_data is not None
         self._job, self._model, self._device = job, model, device
-        self._sections = {size: evaluation_sections(one) for size, one in model.every().items()}
+        self._sections = {size: evaluation_sections(cut) for size, cut in model.every().items()}
         recipe, data = recipe_of(job), data_of(job, "eval_data")
         sample, m, lengths = recipe.like(data_of(job)), model.micro_batch_size, lengths_of(job, "eval_data")
         self._loader = EvaluationLoader(data, job.seed, sample, m, job.eval_samples, prefetcher, recipe, lengths)

@@ -204,8 +204,8 @@ class JobWorkload:
         self._run_model = self._model
         if self._job.compile:
             self._run_model = compiled(self._model)
-            for (length, size), one in self._run_model.every().items():
-                compile_all(one, partial(self._example, length, size), self._job.precision, self._device)
+            for (length, size), cut in self._run_model.every().items():
+                compile_all(cut, partial(self._example, length, size), self._job.precision, self._device)
         self._evaluator = (
             Evaluator(self._job, self._model, self._device, self._data_workers) if self._job.eval_data else None
         )
