@@ -175,7 +175,7 @@ calibrate_command.__doc__ = CALIBRATE_HELP
 
 def _check_job(subject: Subject) -> None:
     """Make the checks that a run makes, except those of the data, which was checked when the subject was loaded."""
-    from morph.machine_memory import available_bytes
+    from morph.machine import available_bytes
     from morph.preflight.checks import CutJob, Effort, check
 
     device, model = subject.device, subject.cut(subject.job.micro_batch_size or 1)

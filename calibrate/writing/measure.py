@@ -15,7 +15,7 @@ from calibrate.helpers.crew import Crew
 from calibrate.links.network import Carriers, NetworkSpec, growing_in_flight, growing_rings, measure_network
 from calibrate.links.two_nodes import OtherNode, PeerAddress
 from calibrate.timing.clocks import devices_of
-from calibrate.timing.environment import describe_environment, num_cores
+from calibrate.timing.environment import describe_environment
 from calibrate.writing.assemble import MeasuredLinks, accumulator_bytes, assemble_profile, parameter_bytes, state_bytes
 from calibrate.writing.storage import (
     StorageSpeeds,
@@ -27,6 +27,7 @@ from calibrate.writing.storage import (
 from morph.contract.profile import Profile
 from morph.jobs.files import imported_once
 from morph.jobs.job import Job
+from morph.machine import num_cores
 from morph.runtime.step.kernels import kernels_now, set_kernels
 
 MAX_SAMPLES = 100

@@ -109,7 +109,7 @@ def _report(fold: Fold, noted: Sequence[Noted], condensed: Condensed, source: st
         evaluations=tuple(evaluations[version] for version in sorted(evaluations)),
         account=fold.ledger.account(),
         vms=tuple(one for one in records if isinstance(one, VmCount)),
-        correction=_of_type(figures.correction, config.node_type),
+        correction=None if config.shares_cores else _of_type(figures.correction, config.node_type),
         next_save=None if finish else figures.next_save,
     )
 

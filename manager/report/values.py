@@ -18,6 +18,7 @@ from manager.report.steps import StepRecord, Steps
 from morph.contract.base import Value
 from morph.contract.messages import WorkerId
 from morph.contract.pool import Pool
+from morph.words import counted
 
 MOST_POINTS = 512
 """The number of steps that a forecast looks at."""
@@ -62,7 +63,7 @@ class ShapeSpan(Value):
     num_steps: int
     expected_mini_batch_s: float = Field(description="for workers with a device each")
     num_shared_cores: int | None = Field(
-        default=None, description="the cores that its workers share, fewer than workers; None: each has a device"
+        default=None, description="the cores that the run's workers and its manager share; None: they have their own"
     )
     measured_mini_batch_s: float | None = Field(description="median over its steps; None: there are none")
 
@@ -179,6 +180,14 @@ class RunReport(Value):
     vms: tuple[VmCount, ...]
     correction: Correction | None = Field(default=None, description="correction to the profile, from the last session")
     next_save: NextSave | None = Field(default=None, description="as last known; None: the run is over, or none is due")
+
+    @property
+    def no_forecast(self) -> str:
+        """Why no time of a step is forecast, for readers; empty if a shape has a forecast."""
+        shared = {shape.num_shared_cores for shape in self.shapes}
+        if None in shared or not shared:
+            return ""
+        return f"no forecast of steps: the workers and the manager share {counted(max(filter(None, shared)), 'core')}"
 
     @property
     def losses(self) -> dict[int, float]:

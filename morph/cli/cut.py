@@ -66,7 +66,7 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
     from morph.cutting.cache.cut_job import LoadedJob
     from morph.cutting.cuts.report import report_cuts
     from morph.jobs.files import imported_once
-    from morph.machine_memory import available_bytes
+    from morph.machine import available_bytes
     from morph.preflight.checks import CutJob, Effort, check, users_code
 
     with users_code(job_path), imported_once(job_path):

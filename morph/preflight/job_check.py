@@ -23,7 +23,7 @@ from morph.data.loader import ROWS_S, data_facts, order_of
 from morph.jobs.files import held, split_job
 from morph.jobs.job import Job
 from morph.jobs.snapshot import from_elsewhere
-from morph.machine_memory import available_bytes
+from morph.machine import available_bytes
 from morph.preflight.checks import TRIED_BEFORE_RUNS, CutJob, Effort, check, users_code
 
 

@@ -11,9 +11,9 @@ without observations follows in part those of the other types, and stays nearly 
 only run the same sections, a slower type cannot be told from slower sections, and the standard errors of its other
 sections show this. Times of links are not learned.
 
-Only shapes whose workers have a device each are observed: what neighbours on the same cores take is no property of a
-section. A correction is kept only as long as it forecasts stages that were not observed before better than the profile
-does (``Forecasts``).
+Only runs whose workers have a device each are observed: what neighbours on the same cores take is no property of a
+section. A stage counts once it is ``established``. A correction is kept only as long as it forecasts stages that were
+not observed before better than the profile does (``Forecasts``).
 """
 
 from __future__ import annotations
@@ -140,6 +140,11 @@ def with_observation(
     counts = Counter(other.node_type for other in observations)
     forgotten = next(other for other in observations if counts[other.node_type] == max(counts.values()))
     return tuple(other for other in observations if other is not forgotten)
+
+
+def established(seen: Sequence[StageRatios]) -> tuple[StageRatios, ...]:
+    """Return the stages observed often enough that their own spread weighs as much as the assumed one."""
+    return tuple(entry for entry in seen if entry.num >= NOISE_COUNTS)
 
 
 def with_times(
