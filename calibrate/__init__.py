@@ -11,14 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from calibrate.computing.compute import Progress
     from calibrate.writing.measure import calibrate
-    from calibrate.writing.node_type import add_node_type
-    from calibrate.writing.zone_links import add_zone_links
+    from calibrate.writing.node_type import add_node_type, add_zone_links
     from morph.contract.profile import write_profile
 
 _LATER = {
     "Progress": "calibrate.computing.compute",
     "add_node_type": "calibrate.writing.node_type",
-    "add_zone_links": "calibrate.writing.zone_links",
+    "add_zone_links": "calibrate.writing.node_type",
     "calibrate": "calibrate.writing.measure",
     "write_profile": "morph.contract.profile",
 }

@@ -110,7 +110,8 @@ def _changes(node: ast.AST) -> Iterator[tuple[str, dict[str, Any]]]:
 def functions_of(path: str) -> list[FunctionType]:
     """Return every function that was loaded from a file, wherever it is known."""
     gc.unfreeze()
-    found = [one for one in gc.get_objects() if isinstance(one, FunctionType) and one.__code__.co_filename == path]
+    # asked for its class, an object that torch has deprecated would warn
+    found = [one for one in gc.get_objects() if type(one) is FunctionType and one.__code__.co_filename == path]
     gc.freeze()
     return found
 
@@ -255,7 +256,8 @@ def main() -> None:
             killed.update(_of_module(name, path, options, trial))
 
     trial = Trial(paths.values(), try_all)
-    pytest.main([*PYTEST, *arguments], plugins=[trial])
+    if (code := pytest.main([*PYTEST, *arguments], plugins=[trial])) != pytest.ExitCode.OK:
+        sys.exit(int(code))
     survivors = [told for told, found in killed.items() if not found]
     print(f"\n{len(killed) - len(survivors)} of {len(killed)} mutants are killed; not:", *survivors, sep="\n  ")
     if options.all:

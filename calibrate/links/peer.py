@@ -2,7 +2,7 @@
 
 It receives a description of the measurements (``links.network``) and answers with time stamps. These are from
 ``time.monotonic_ns``, one clock for all processes of a machine. The clocks of two machines are compared again and again
-meanwhile (``calibrate.links.two_clocks``).
+meanwhile (``calibrate.links.two_nodes``).
 """
 
 from __future__ import annotations

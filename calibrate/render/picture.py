@@ -53,7 +53,7 @@ def _draw_compute(
 
 
 def _draw_bars(axes: Any, named: dict[str, dict[int, Timing]], m: int) -> None:
-    """Draw, for one m, a bar for each kind, with the middle 90 % of its samples."""
+    """Draw, for one m, a bar for each kind; its error bar is the middle 90 % of the samples."""
     times = [by_size[m] for by_size in named.values()]
     medians = [time.median_s / m for time in times]
     low = [(time.median_s - _quantile(time, 0.05)) / m for time in times]
@@ -103,7 +103,7 @@ def _draw_all_reduces(axes: Any, profile: Profile) -> None:
 def _draw_line(
     axes: Any, places: Sequence[int], times: Sequence[Timing], look: dict[str, Any], *, per_sample: bool = False
 ) -> None:
-    """Draw a line through the medians, and a band unless the line is broken; ``per_sample``: divide by the places."""
+    """Draw a line through the medians, with a band if the line is solid; ``per_sample``: divide times by ``places``."""
     shares = [1.0 / place if per_sample else 1.0 for place in places]
     medians = [time.median_s * share for time, share in zip(times, shares, strict=True)]
     axes.plot(places, medians, marker="o", markersize=4, linewidth=1.5, **look)

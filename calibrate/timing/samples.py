@@ -1,4 +1,4 @@
-"""Reduces repeated measurements to a robust centre and an honest spread, and decides when there are enough of them."""
+"""Summarises repeated measurements by their median and spread, and decides when there are enough of them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def timing(samples_s: Sequence[float]) -> Timing:
 
 
 def sum_of(parts: Sequence[Timing]) -> Timing:
-    """Summarise parts that are run one after the other; their spreads add as those of independent measurements do."""
+    """Summarise parts that run one after the other; as independent measurements, their spreads add in quadrature."""
     centre = sum(part.median_s for part in parts)
     has_quantiles = bool(parts) and all(len(part.quantiles_s) == NUM_QUANTILES for part in parts)
     quantiles = [_sum_at(parts, centre, level) for level in range(NUM_QUANTILES)] if has_quantiles else []
@@ -81,10 +81,10 @@ def _rounded(seconds: float) -> float:
 
 
 def is_stable(measured: Sequence[Sequence[float]], within: float = STABLE_WITHIN) -> bool:
-    """Return whether the error of the sum of medians is within a share of that sum.
+    """Return whether the error of the sum of medians is at most ``within`` times that sum.
 
-    A median's error is the half width of its 95 % interval, from order statistics; the errors of several add up as
-    those of independent measurements do.
+    A median's error is the half width of its 95 % confidence interval, from order statistics; errors add in quadrature,
+    as those of independent measurements do.
     """
     return math.hypot(*map(_half_width, measured)) <= within * sum(map(median, measured))
 
@@ -112,7 +112,7 @@ class Sampling:
     within: float = STABLE_WITHIN
 
     def wants_more(self, measured: Sequence[Sequence[float]], spent_s: float) -> bool:
-        """Return whether another sample is needed; ``measured``: equally many of each thing measured in turn."""
+        """Return whether another sample is needed; ``measured``: the samples of each thing that is measured in turn."""
         count = len(measured[0])
         if count >= self.most:
             return False

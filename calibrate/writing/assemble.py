@@ -37,7 +37,7 @@ class MeasuredLinks:
 
 
 def accumulator_bytes(job: Job) -> int:
-    """Return the bytes of an element of a sum of gradients."""
+    """Return the bytes per element of a gradient accumulator."""
     return 8 if job.accumulation == "exact" else 4
 
 
@@ -61,7 +61,7 @@ def assemble_profile(
     network: MeasuredLinks,
     storage: StorageSpeeds,
 ) -> Profile:
-    """Assemble a whole profile; ``network`` is within this node and, if there was another, between the two."""
+    """Assemble a profile; ``network``: measured within this node and, if there was a second one, between the two."""
     model = compute.model
     links = network.between or network.inside
     if links.ring_bytes is not None:

@@ -102,7 +102,7 @@ def calibrate(
 
 @contextmanager
 def started_helpers(devices: Sequence[torch.device]) -> Iterator[Neighbours]:
-    """Start the processes that compute beside this one, and later send messages; they import while it loads the job."""
+    """Start helpers, which compute beside this process and later send messages; they import while it loads the job."""
     num_slots = _num_slots(devices)
     busy = busy_counts(num_cores())[-1:] if devices[0].type == "cpu" else ()
     size = max(*growing_rings(num_slots), *(count - 1 for count in busy))

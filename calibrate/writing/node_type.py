@@ -1,12 +1,15 @@
-"""Adds another type of node to a profile: only what depends on the node is measured, all else stays as it is."""
+"""Adds another type of node, or the links between two zones, to a profile: only these are measured."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from calibrate.computing.compute import Progress, measure_compute
 from calibrate.computing.subject import Subject, load_subject
 from calibrate.links.network import NetworkSpec, measure_network
+from calibrate.links.two_nodes import OtherNode, PeerAddress
 from calibrate.timing.clocks import devices_of
 from calibrate.timing.environment import describe_environment
 from calibrate.writing.assemble import assemble_node_type
@@ -45,16 +48,7 @@ def add_node_type(
             subject, sizes, neighbours, stop_early=False, num_samples=num_samples, progress=progress
         )
         progress("sending messages between processes", 0.7)
-        spec = NetworkSpec(
-            message_sizes=tuple(entry.size_bytes for entry in profile.intra_node.activation if entry.size_bytes),
-            reduced_sizes=(),
-            ring_sizes=(),
-            in_flight=(1,),
-            element="float32",
-            devices=tuple(str(place) for place in devices),
-            most=num_samples,
-        )
-        link = measure_network(spec, neighbours.crew).link
+        link = measure_network(_messages(profile.intra_node, devices, num_samples), neighbours.crew).link
     added = assemble_node_type(name, describe_environment(subject.device), compute)
     progress("done", 1.0)
     return with_node_type(profile, added, link)
@@ -105,3 +99,38 @@ def _check_same_job(subject: Subject, profile: Profile) -> None:
                 value=found,
                 allowed=str(allowed),
             )
+
+
+def add_zone_links(
+    profile: Profile,
+    peer: PeerAddress,
+    *,
+    num_samples: int = MAX_SAMPLES,
+    device: str = "cpu",
+    progress: Progress | None = None,
+) -> Profile:
+    """Return the profile with the links between this node's zone and another one, in the sizes of its other links.
+
+    ``peer``: in another zone, where ``morph calibrate-peer`` listens. ``device``: ``cpu`` or ``cuda``. Errors as of
+    ``calibrate``.
+    """
+    progress = progress or silent
+    with OtherNode(peer) as other:
+        progress("sending messages to a node in another zone", 0.0)
+        link = other.measure(_messages(profile.inter_node, devices_of(device), num_samples)).link
+    sources = {**profile.sources, "between_zones": f"measured between {other.between}"}
+    progress("done", 1.0)
+    return profile.model_copy(update={"between_zones": link, "sources": sources})
+
+
+def _messages(known: LinkProfile, devices: Sequence[torch.device], most: int) -> NetworkSpec:
+    """Return what to measure of a link: messages of the sizes that are known, and no reductions."""
+    return NetworkSpec(
+        message_sizes=tuple(entry.size_bytes for entry in known.activation if entry.size_bytes),
+        reduced_sizes=(),
+        ring_sizes=(),
+        in_flight=(1,),
+        element="float32",
+        devices=tuple(map(str, devices)),
+        most=most,
+    )

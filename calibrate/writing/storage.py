@@ -47,22 +47,14 @@ def measure_checkpoint_speed(state_bytes: int) -> float:
 
 def measure_upload_speed(url: str, state_bytes: int) -> float:
     """Return bytes per second of writing such a file below a URL, and remove it; ConfigError: it cannot be written."""
-    below = f"{url.rstrip('/')}/morph-calibration-{uuid.uuid4().hex[:12]}"
-    with _named(url):
-        try:
-            return _write_speed(below, state_bytes)
-        finally:
-            _remove(below)
+    with _below(url) as below:
+        return _write_speed(below, state_bytes)
 
 
 def check_upload_url(url: str) -> None:
     """Write a few bytes below a URL and remove them, before anything is measured; a ConfigError names the URL."""
-    below = f"{url.rstrip('/')}/morph-calibration-{uuid.uuid4().hex[:12]}"
-    with _named(url):
-        try:
-            write_atomically(f"{below}/probe", b"probe")
-        finally:
-            _remove(below)
+    with _below(url) as below:
+        write_atomically(f"{below}/probe", b"probe")
 
 
 def measure_host_copy(device: torch.device, state_bytes: int) -> float:
@@ -98,11 +90,12 @@ def _clamped(state_bytes: int) -> int:
     return min(max(state_bytes, _MIN_BYTES), _MAX_BYTES)
 
 
-@contextlib.contextmanager
-def _named(url: str) -> Iterator[None]:
-    """Turn whatever a file system raises into one error."""
+@contextmanager
+def _below(url: str) -> Iterator[str]:
+    """Yield a new place below a URL, and remove it; whatever the file system raises meanwhile becomes one error."""
+    place = f"{url.rstrip('/')}/morph-calibration-{uuid.uuid4().hex[:12]}"
     try:
-        yield
+        yield place
     except Exception as error:  # each file system has errors of its own
         raise ConfigError(
             f"cannot be written: {error or type(error).__name__}",
@@ -110,12 +103,10 @@ def _named(url: str) -> Iterator[None]:
             value=url,
             allowed="a place that can be written, such as s3://bucket/folder or /mnt/shared",
         ) from error
-
-
-def _remove(url: str) -> None:
-    with contextlib.suppress(Exception):  # the measurement counts, or the error that ended it
-        filesystem, path = fsspec.core.url_to_fs(url)
-        filesystem.rm(path, recursive=True)
+    finally:
+        with contextlib.suppress(Exception):  # the measurement counts, or the error that ended it
+            filesystem, path = fsspec.core.url_to_fs(place)
+            filesystem.rm(path, recursive=True)
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Books every node-second of a run and its price, line of the journal by line, into an ``Account``."""
+"""Reads a run's journal line by line, and books every node-second and its cost into an ``Account``."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _UNFORMED = (Phase.STARTING, Phase.WAITING, Phase.HOLDING, Phase.RESTING)
 
 @dataclass(slots=True)
 class Stretch:
-    """Decided steps from ``first`` up to ``end`` that can still be lost, between two versions with ordered saves."""
+    """Decided steps from ``first`` to before ``end`` that can still be lost; no save begins at a version in between."""
 
     first: int
     end: int
@@ -52,12 +52,12 @@ class Ledger:
 
     If a clock was set back, no time counts until it has caught up. ``since_ns``: for each worker that costs money, the
     time from which its present rate applies; ``rates``: the rate per nanosecond; ``unheard``: workers whose price is
-    not known yet; ``idle``: workers that are gone while others of their VM live, which is paid in full until the last
-    one goes; ``waiting``: workers that wait in their market's queue, and their later price; ``outlives_ns``: how long
-    workers outlive a killed manager. ``given_up``: the time of abandoned attempts at the present step; ``kept``: the
-    part of it whose results the next shape uses, which counts as computing, while the rest is lost. ``settled``: the
-    steps that a loss of everything would lose, in order; a run goes back only to a saved version, so steps are summed
-    from one save to the next. ``save_at``: where the last save began.
+    not known yet; ``idle``: workers that are gone while others of their VM live: a VM is paid in full until its last
+    worker is gone; ``waiting``: workers that wait in their market's queue, and their later price; ``outlives_ns``: how
+    long workers outlive a killed manager. ``given_up``: the time of abandoned attempts at the present step; ``kept``:
+    the part of it whose results the next shape uses: it counts as computing, the rest as lost. ``settled``: the steps
+    that a loss of all workers would lose, in order; a run goes back only to a saved version, so steps are summed from
+    one save to the next. ``save_at``: the version at which the last save began. ``dearest``: the highest price so far.
     """
 
     now_ns: int = 0
@@ -97,7 +97,7 @@ class Ledger:
         return total
 
     def begin_session(self, time_s: float) -> None:
-        """Record that a manager begins with its own workers; those of a killed one outlived it by their patience."""
+        """Record that a manager begins with new workers; those of a killed one lived for at most ``outlives_ns``."""
         self.outlived(time_s)
         self.end_session()
         self.now_ns = max(self.now_ns, _ns(time_s))
@@ -185,7 +185,7 @@ class Ledger:
                 self._warming -= self.rates[event.worker]
             case WorkerLost():
                 self._gone(event.workers)
-            case ManagerResumed(living=living):  # for other warming workers this comes separately
+            case ManagerResumed(living=living):  # the loss of warming ones comes separately
                 self._gone([worker for worker in self.since_ns if worker not in self.warming and worker not in living])
             case ManifestWritten(version=version):
                 self.saved(version)
@@ -219,9 +219,9 @@ class Ledger:
         self._warming += rate
 
     def _priced(self, worker: WorkerId, paid: Paid) -> None:
-        """Record a grant that comes after its worker appeared; the worker's cost until now is booked.
+        """Record the price of a worker that appeared before its grant, and book the worker's cost until now.
 
-        Its time since it was ready stays without its own price.
+        If the worker is ready already, its time since it appeared stays booked without a price of its own.
         """
         self.unheard.discard(worker)
         appeared_ns, old, new = self.since_ns[worker], self.rates[worker], rate_of(paid)
@@ -242,7 +242,7 @@ class Ledger:
         self.rates[worker] = new
 
     def _back(self, worker: WorkerId, paid: Paid | None) -> None:
-        """Record that a worker is back whose VM was paid for all along: it is set up as a spare."""
+        """Record that a worker is back, whose VM was paid for all along; while it is set up, it counts as a spare."""
         if paid is not None and worker in self.unheard:
             self._noted(paid)
             self._priced(worker, paid)
@@ -276,7 +276,7 @@ class Ledger:
             self.unheard.discard(worker)
 
     def settle(self, decided: Collection[Prepared] | Prepared) -> None:
-        """Record that one or many equal steps are decided: their time was computing, as members report, and bubble."""
+        """Record that one step, or many equal ones, are decided: what members report is computing, the rest bubble."""
         longest_ns = self.open.node_ns // max(1, len(self.members))
         if isinstance(decided, Prepared):
             step, compute = decided.step, self._members * min(longest_ns, _compute_ns(decided))
@@ -293,7 +293,7 @@ class Ledger:
         self.version = end
 
     def _book(self, compute: Spent) -> tuple[Spent, Spent]:
-        """Divide the time since the last step into computing and bubble; return both, with the work that was kept."""
+        """Divide the time since the last step into computing and bubble; return both, kept work added to the first."""
         compute = compute.at_most(self.open)
         bubble, compute_and_kept = self.open - compute, compute + self.kept
         self.parts[TimeUse.COMPUTE] += compute
@@ -315,7 +315,7 @@ class Ledger:
             last.end, last.compute, last.bubble = step + 1, last.compute + compute, last.bubble + bubble
 
     def _part_at(self, version: int) -> None:
-        """Let a stretch begin here; a stretch that spans this version is divided in proportion to its steps."""
+        """Split the stretch that spans this version, if there is one, in proportion to its steps."""
         for number, whole in enumerate(self.settled):
             if whole.first < version < whole.end:
                 steps, num_steps = version - whole.first, whole.end - whole.first
@@ -324,7 +324,7 @@ class Ledger:
                 self.settled[number : number + 1] = [Stretch(whole.first, version, compute, bubble), behind]
 
     def _keep(self, order: ReshapeOrder) -> None:
-        """Record that a shape uses some micro-batches of the abandoned step: their time was computing."""
+        """Record that a shape uses some micro-batches of the abandoned step: that time counts as computing."""
         kept = NOTHING
         if order.salvage is not None and self.given_up.node_ns:
             num, done = order.plan.num_micro_batches, order.salvage.num_spared
@@ -354,7 +354,7 @@ class Ledger:
 
 
 def _saved_at(action: Action) -> int | None:
-    """Return the version that an order lets a worker write."""
+    """Return the version that an action has workers save; None: it has them save nothing."""
     if isinstance(action, SendStep):
         return action.order.step if action.order.checkpoint_units else None
     return action.order.version if isinstance(action, SendCommit) and action.order.checkpoint_units else None

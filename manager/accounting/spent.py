@@ -12,18 +12,18 @@ from morph.contract.errors import InputError
 
 NS_PER_S = 1_000_000_000
 SHARES = 720_720
-"""The shares of a VM; every number of nodes on one VM up to 16 divides it."""
+"""The shares of a VM: a multiple of every whole number up to 16, so that up to 16 nodes have equal whole shares."""
 NANO_USD = 1_000_000_000
 UNITS_PER_USD = SHARES * NANO_USD * 3600 * NS_PER_S
-"""The units of a dollar: one unit is a billionth of a dollar an hour, for one nanosecond of one share of a VM."""
+"""The units of cost in a dollar; a unit is one share of a VM for a nanosecond, at a billionth of a dollar an hour."""
 
 
 @dataclass(frozen=True, slots=True)
 class Spent:
-    """An amount of node-time.
+    """An amount of node-time, and its cost.
 
     ``vm_ns``: nanoseconds of VM shares, where one of k nodes has a k-th of the VM. ``unpriced_ns``: the part of these
-    without a known price; ``cost``: of the rest, see ``UNITS_PER_USD``.
+    without a known price; ``cost``: that of the rest, in the units of ``UNITS_PER_USD``.
     """
 
     node_ns: int = 0
@@ -46,7 +46,7 @@ class Spent:
         return Spent(self.node_ns * times, self.vm_ns * times, self.unpriced_ns * times, self.cost * times)
 
     def part(self, counter: int, denominator: int) -> Spent:
-        """Return this share of the amount, rounded down."""
+        """Return ``counter`` / ``denominator`` of the amount, rounded down."""
         return Spent(
             self.node_ns * counter // denominator,
             self.vm_ns * counter // denominator,
@@ -86,7 +86,7 @@ def nano_usd(usd: float) -> int:
 
 
 def rate_of(paid: Paid) -> Spent:
-    """Return the amount of one nanosecond of a node."""
+    """Return the node-time and cost of one nanosecond of a node."""
     shares = max(1, SHARES // paid.num_nodes)
     if paid.usd_per_h is None:
         return Spent(1, shares, shares, 0)
@@ -112,5 +112,5 @@ def prices_of(price: float | None, on_demand_price: float | None) -> Prices | No
 
 
 def no_price() -> InputError:
-    """Return the error for a price to compare with, if no price that is paid is known."""
+    """Return the error for an on-demand price with no known price paid to compare it with."""
     return InputError("is not given", field="--price", allowed="dollars per VM and hour, with --on-demand-price")

@@ -1,4 +1,4 @@
-"""The work of ``morph run`` and ``morph resume``, and the lines with which they end."""
+"""Carries out ``morph run`` and ``morph resume``, and prints the lines with which they end."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from morph.runtime.step.timeline import write_trace
 
 @dataclass(frozen=True)
 class Shown:
-    """The form in which a run is shown; see the options."""
+    """How a run is shown: the fields are options of ``morph run``."""
 
     plain: bool
     verbose: bool = False
@@ -51,7 +51,7 @@ class Shown:
 
 
 def _noting_steps(observer: Observer) -> Observer:
-    """Report, once, that a step was decided."""
+    """Return an observer that also reports, once, that a step was decided."""
     first: int | None = None
     moved = False
 

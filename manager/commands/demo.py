@@ -20,13 +20,13 @@ MANY_STEPS = 100_000
 TOLD_EVERY_S = 5.0
 MIN_SHAPES = 4
 SEED, SECONDS = 221133, 22.0
-"""Seed and length of a trace in which two and three VMs are revoked at once, and the group shrinks and grows again.
+"""Seed and length of a trace in which once two and once three VMs are revoked together, and new VMs come later.
 
 Every shape lasts some seconds. The trace's clock pauses while a VM boots, so the run takes a little longer.
 """
 STEP_S = 0.5
-"""If a step on one worker takes longer, on a slow or busy machine, the trace is stretched by as much, and a shape may
-still end before its first step."""
+"""Seconds. If a step on one worker takes longer (on a slow or busy machine), the trace is stretched in proportion; even
+so, a shape may end before its first step."""
 
 
 def demo_command(
@@ -145,7 +145,7 @@ def _describe(trace: Trace) -> str:
 
 
 def _reference(job: str, profile: Profile, micro_batch_size: int, steps: int, directory: Path) -> Manifest:
-    """Run the same steps in this process, and print the progress now and then."""
+    """Run the same steps in this process, and print the progress every ``TOLD_EVERY_S`` seconds."""
     from morph.runtime.process.single import run_single
 
     told_s = time.monotonic()
@@ -167,7 +167,7 @@ def _reference(job: str, profile: Profile, micro_batch_size: int, steps: int, di
 
 
 def _judge(report: RunReport, out: Path, reference: Manifest, *, promised: bool) -> bool:
-    """Print the verdict; return whether all checks passed. ``promised``: the trace reaches all shapes."""
+    """Print the verdict; return whether all checks passed. ``promised``: whether the trace must reach all shapes."""
     from morph.checkpoint.manifest import read_manifest
 
     managed = read_manifest(str(out / "run" / "checkpoints"), report.version)
@@ -180,7 +180,7 @@ def _judge(report: RunReport, out: Path, reference: Manifest, *, promised: bool)
     depths, replicas = {shape.split("x")[0] for shape in shapes}, {shape.split("x")[1] for shape in shapes}
     checks = {
         f"weights and optimizer state bit-identical to the uninterrupted run ({len(ours)} units)": not different,
-        f"loss fell from {first:.3f} to {last:.3f}": last < first,
+        f"loss fell from {first:.3f} to {last:.3f}": last < first - (1.0 if promised else 0.0),
         f"{len(set(shapes))} different shapes, P and D both changed": len(set(shapes)) >= MIN_SHAPES
         and len(depths) > 1
         and len(replicas) > 1,

@@ -26,14 +26,14 @@ from morph.contract.errors import CheckpointsTaken, RunDirError, RunFinished
 from morph.contract.waits import Backoff
 
 PAUSES = Backoff(first_s=1.0, most_s=3600.0)
-"""Pauses after managers that achieved nothing. A manager that decided a step, or lived for the longest pause, resets
-them."""
+"""Backoff after managers that made no progress. A manager that decided a step, or ran for at least the longest pause,
+resets it."""
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MOST_SAID = 2000
 
 
 class Ended(Value):
-    """The report of a manager.
+    """What a manager process reports to its parent.
 
     ``outcome``: the outcome of ``Finish``, an error, or a take-over of the run's checkpoints by another manager.
     ``began``: whether a session was begun. ``moved``: whether a step was decided. ``at_limit``: whether a user's limit
@@ -49,7 +49,7 @@ class Ended(Value):
 
 
 class _Word:
-    """The report of this process, if ``kept_up`` started it."""
+    """Sends the report of this process to its parent, if ``kept_up`` started this process."""
 
     def __init__(self) -> None:
         self.pipe: int | None = None
@@ -103,7 +103,7 @@ def kept_up(
 def ends(ended: Ended, code: int, *, asked: bool, has_begun: bool) -> bool:
     """Return whether a run does not continue.
 
-    It is finished, its user stopped it, a limit was reached, another manager has taken it, or it never began.
+    It is finished, its user stopped it, a limit was reached, another manager took it over, or it never began.
     """
     if asked or ended.outcome in ("finished", "taken") or code == EXIT_GOES_ON:
         return True
@@ -119,7 +119,7 @@ class _Keeper:
         self._run_dir: Path | None = None
 
     def keep(self) -> Path | None:
-        """Return in each child, with the directory of the run if it has begun; never return in the parent."""
+        """Return in each child, with the run's directory once the run has begun; never return in the parent."""
         num_in_vain, has_begun = 0, False
         before = {number: signal.signal(number, self._forward) for number in _FORWARDED}
         while True:
@@ -143,7 +143,7 @@ class _Keeper:
             ended, code = self._ended(reading)
             has_begun |= ended.began
             if ends(ended, code, asked=bool(self._asked), has_begun=has_begun):
-                by_signal = self._asked and code not in (0, EXIT_GOES_ON)  # not 137, if it had to be killed
+                by_signal = self._asked and code not in (0, EXIT_GOES_ON)  # not 137 (SIGKILL)
                 raise typer.Exit(EXIT_INTERRUPTED if by_signal else code)
             in_vain = not ended.moved and time.monotonic() - began_s < self._pauses.most_s
             num_in_vain = num_in_vain + 1 if in_vain else 1
@@ -158,7 +158,7 @@ class _Keeper:
                 os.kill(self._child, number)
 
     def _ended(self, reading: int) -> tuple[Ended, int]:
-        """Wait for the child's end; return its report and its exit code, numbered as in a shell."""
+        """Wait for the child's end; return its report and its exit code (after a signal, 128 plus its number)."""
         _, status = os.waitpid(self._child, 0)
         self._child, ended = 0, Ended()
         os.set_blocking(reading, False)  # a process that the child left behind may still hold the pipe

@@ -126,7 +126,7 @@ def _curves(outcomes: Sequence[PolicyOutcome]) -> dict[str, tuple[list[float], l
 
 
 def _progress(outcome: PolicyOutcome) -> tuple[list[float], list[float]]:
-    """Return hours and examples: the speed of each shape, scaled so that the curve ends at the examples that count."""
+    """Return hours, and examples trained by then at each shape's speed, scaled to end at the examples that count."""
     ends = [*(moment.time_s for moment in outcome.moments[1:]), outcome.hours * 3600]
     hours, done = [0.0], [0.0]
     for moment, end_s in zip(outcome.moments, ends, strict=True):

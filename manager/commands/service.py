@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 STOP_S = 900
-"""Seconds. A manager that is asked to stop saves first, which takes as long as storage needs."""
+"""Longest time (seconds) that a manager may take to stop: it saves first, which depends on storage."""
 
 UNIT = """\
 # systemctl --user: ~/.config/systemd/user/{name}.service, then
@@ -89,8 +89,8 @@ exit "$code"
 
 
 FIRST_S, LONGEST_S, STARTS, LIMIT_S = 30, 3600, 20, 86400
-"""The pauses in seconds after failures, and the most starts: in ``LIMIT_S`` under systemd, in a row under Slurm. A
-manager that dies is restarted by ``--forever`` first: these are failures of that process, or of its machine."""
+"""First and longest pause (seconds) after failures, and the most starts: in ``LIMIT_S`` under systemd, in a row under
+Slurm. ``--forever`` restarts a manager that dies, so only failures of ``--forever`` itself or of its machine count."""
 
 
 class Kind(StrEnum):

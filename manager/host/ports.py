@@ -39,7 +39,8 @@ RAY_SETTINGS = {
     "RAY_worker_niceness": "0",  # Ray's default of 15 lets anything else on the machine stop training
     # Morph's own bounds give up a boot; Ray's, of 5 to 60 s, would give up what is merely slow
     "RAY_agent_register_timeout_ms": "600000",
-    "RAY_worker_register_timeout_seconds": "600",
+    # Ray sees only then that a worker's process died while it started, and starts another; Morph waits twice as long
+    "RAY_worker_register_timeout_seconds": "150",
     "RAY_gcs_rpc_server_connect_timeout_s": "60",
     "RAY_automatic_object_spilling_enabled": "0",  # spilling needs workers, which the head node does not have
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",

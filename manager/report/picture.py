@@ -6,9 +6,10 @@ import io
 import itertools
 import math
 import statistics
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -27,6 +28,13 @@ if TYPE_CHECKING:
 
 
 WIDTH_PX, HEIGHT_PX, DOTS_PER_INCH = 1600, 1000, 100
+STYLE: dict[Any, Any] = {
+    "font.size": 11,
+    "axes.edgecolor": QUIET,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+}
 UNPLANNED, PLANNED = RED, GREY
 MEASURED, EXPECTED, LOSS, VMS = BLUE, ORANGE, VIOLET, SKY
 PARTS = {
@@ -45,6 +53,7 @@ MOST_STEPS = 4000
 """The number of steps, evenly chosen, that are drawn of a longer run."""
 LABEL_ROWS = 3
 MOST_METRICS = 12
+LOST = "VMs were lost"
 RUNS = (BLUE, ORANGE, VIOLET, RED, BROWN, GREY)
 """The colours of several runs, in order."""
 Curves = dict[str, list[float | None]]
@@ -73,9 +82,7 @@ def run_figure(report: RunReport) -> Figure:
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(
-        {"font.size": 11, "axes.edgecolor": QUIET, "axes.labelcolor": INK, "xtick.color": INK, "ytick.color": INK}
-    ):
+    with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_PX / DOTS_PER_INCH, HEIGHT_PX / DOTS_PER_INCH), dpi=DOTS_PER_INCH)
         panels = figure.subplots(4, 1, sharex=True, gridspec_kw={"height_ratios": [2.4, 0.9, 3, 3], "hspace": 0.2})
         figure.subplots_adjust(left=0.065, right=0.985, top=0.855, bottom=0.06)
@@ -105,7 +112,7 @@ def training_figure(report: RunReport) -> Figure | None:
     if not curves:
         return None
     height = 0.6 + 1.9 * len(curves)
-    with rc_context({"font.size": 11, "axes.edgecolor": QUIET, "xtick.color": INK, "ytick.color": INK}):
+    with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_PX / DOTS_PER_INCH, height), dpi=DOTS_PER_INCH)
         rows = figure.subplots(
             len(curves), 2, sharex="col", sharey="row", squeeze=False, gridspec_kw={"hspace": 0.3, "wspace": 0.04}
@@ -129,6 +136,10 @@ def training_figure(report: RunReport) -> Figure | None:
                         colour = MEASURED if number == len(of_steps) - 1 else QUIET
                         panel.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=label)
                 _draw_evaluations(panel, report, of_versions, by_step=by_step)
+                for morph in (one for one in report.morphs if not one.planned):
+                    ends_s = (morph.began_s, morph.resumed_at_s or morph.began_s)
+                    span = (morph.version,) * 2 if by_step else [end_s - report.start_s for end_s in ends_s]
+                    panel.axvspan(*span, color=UNPLANNED, alpha=0.35, linewidth=1, label=LOST)
             row[0].set_title(name, loc="left", fontsize=11.5, color=INK)
             if len(row[0].get_legend_handles_labels()[0]) > 1:
                 _legend_or_note(row[1], "", handles_of=row[0])
@@ -143,7 +154,7 @@ def comparison_figure(reports: Mapping[str, RunReport], prices: Prices | None = 
     curves = {name: _of_steps(report, prices) for name, report in reports.items()}
     priced = all(known == known for points in curves.values() for *_, known, _, _ in points)
     axes = ("steps", "seconds since the start", "dollars")[: 3 if priced else 2]
-    with rc_context({"font.size": 11, "axes.edgecolor": QUIET, "xtick.color": INK, "ytick.color": INK}):
+    with rc_context(STYLE):
         figure = Figure(figsize=(WIDTH_PX / DOTS_PER_INCH, 7.2), dpi=DOTS_PER_INCH)
         rows = figure.subplots(2, len(axes), sharex="col", sharey="row", gridspec_kw={"hspace": 0.12, "wspace": 0.06})
         figure.subplots_adjust(left=0.065, right=0.985, top=0.93, bottom=0.08)
@@ -152,9 +163,14 @@ def comparison_figure(reports: Mapping[str, RunReport], prices: Prices | None = 
             panels[0].set_ylabel(label)
             for by, panel in enumerate(panels):
                 for (name, points), colour in zip(curves.items(), itertools.cycle(RUNS), strict=False):
-                    drawn = [(point[by], point[what]) for point in points if point[what] is not None]
+                    drawn, lost = (
+                        [(point[by], point[what]) for point in some if point[what] is not None]
+                        for some in (points, _after_losses(reports[name], points))
+                    )
                     if drawn:
                         panel.plot(*zip(*drawn, strict=True), color=colour, linewidth=1.6, label=name)
+                    if lost:
+                        panel.scatter(*zip(*lost, strict=True), marker="x", color=colour, label=LOST, zorder=3)
         for panel, name in zip(rows[1], axes, strict=True):
             panel.set_xlabel(name)
         rows[1][0].set_ylim(bottom=0)
@@ -181,6 +197,14 @@ def _of_steps(report: RunReport, prices: Prices | None) -> Sequence[Point]:
         seconds = record.decided_at_s - report.start_s
         points.append((record.step + 1, seconds, math.nan if dollars is None else dollars, record.loss, speed))
     return points
+
+
+def _after_losses(report: RunReport, points: Sequence[Point]) -> list[Point]:
+    """Return the first point after each loss of VMs."""
+    rows = {
+        bisect_right(points, float(one.version), key=lambda point: point[0]) for one in report.morphs if not one.planned
+    }
+    return [points[row] for row in sorted(rows) if row < len(points)]
 
 
 def _curves(report: RunReport, steps: Sequence[StepRecord]) -> dict[str, tuple[Curves, dict[int, float | None]]]:

@@ -22,7 +22,7 @@ Used = TypeVar("Used")
 
 @dataclass(frozen=True)
 class Stored:
-    """``given``: the place as the user names it. ``run_dir``: None if the place is not a run directory."""
+    """A place with checkpoints. ``given``: as the user names it. ``run_dir``: None if it is not a run directory."""
 
     given: str
     url: str
@@ -69,7 +69,7 @@ def target_url(given: str) -> str:
 def with_newest(stored: Stored, use: Callable[[Manifest], Used]) -> tuple[Manifest, Used]:
     """Use the newest complete checkpoint; say on standard error which newer ones are skipped, and why.
 
-    If ``use`` finds damage that only reading shows, it is called again with the newest checkpoint without wrong bytes.
+    If ``use`` finds damage that only reading shows, it is called again with the newest one whose bytes are all right.
     InputError: there is no checkpoint. CheckpointError: all are damaged, or storage does not answer.
     """
     try:

@@ -1,7 +1,12 @@
-"""Builds a launcher with its VMs from the files of ``morph spot-run``."""
+"""Builds a launcher with its VMs from the files of ``morph spot-run``.
+
+A local VM is an agent in a thread, with a folder as its disk, which is removed with the VM.
+"""
 
 from __future__ import annotations
 
+import shutil
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -15,14 +20,16 @@ from manager.providers.factory import ending_command
 from manager.providers.interface.provider import name_of
 from manager.providers.local import LocalProvider
 from manager.run.markets import Cloud
+from manager.spot.agent import END_TIMEOUT_S, TIMEOUT_S, VmAgent
 from manager.spot.launcher import Launcher, VmSource, log
-from manager.spot.local import LocalVms
 from manager.spot.script_server import ScriptServer
 from manager.spot.spec import SpotJob
 from morph.contract.errors import ConfigError
 from morph.contract.files import code_files, packed
 from morph.contract.lives import Lives
+from morph.contract.trace import UNKNOWN
 from morph.jobs.snapshot import MAX_BYTES
+from morph.link.authority import authority_of
 from morph.link.proof import new_secret
 
 
@@ -72,3 +79,37 @@ def packed_code(folder: Path) -> bytes:
     if sum(path.stat().st_size for path in files.values()) > MAX_BYTES:
         raise ConfigError("is too large", field="code", value=str(folder), allowed=f"{MAX_BYTES} bytes at most")
     return packed({inside: path.read_bytes() for inside, path in files.items()})
+
+
+class LocalVms:
+    """Boots and ends local VMs: a ``Fleet`` of ``manager.providers.local``. ``secret``: the one of ``machines``.
+
+    ``root``: the folder for the VMs' disks. ``code``: the folder that each VM gets a copy of; None: scripts run in the
+    launcher's working directory.
+    """
+
+    def __init__(self, machines: ScriptServer, secret: str, root: Path, code: Path | None) -> None:
+        self._manager, self._credential = (machines.host, machines.port), authority_of(secret).credential("node")
+        self._root, self._code = root, code
+        self._agents: dict[str, tuple[VmAgent, threading.Thread]] = {}
+
+    def request(self, node: str, *, answers: str | None = None, instance_type: str = UNKNOWN) -> str:
+        """Boot a VM, whatever its request and type."""
+        del answers, instance_type
+        disk = self._root / node
+        disk.mkdir(parents=True)
+        where = None if self._code is None else shutil.copytree(self._code, disk / "code", symlinks=True)
+        agent = VmAgent(self._manager, node, self._credential, disk, where=where)
+        thread = threading.Thread(target=agent.run, name=f"morph-{node}", daemon=True)
+        self._agents[node] = agent, thread
+        thread.start()
+        return node
+
+    def release(self, *nodes: str) -> None:
+        """End VMs and their disks at once, as a provider does; VMs that are gone are skipped."""
+        for node in nodes:
+            if node in self._agents:
+                agent, thread = self._agents.pop(node)
+                agent.close()
+                thread.join(TIMEOUT_S + END_TIMEOUT_S)
+            shutil.rmtree(self._root / node, ignore_errors=True)

@@ -49,7 +49,7 @@ class HappeningsReader:
         self._begun = self._over = False
 
     def new(self, journal: Journal, most: int = -1) -> Iterator[tuple[int, list[Happening]]]:
-        """Read on to the end; yield the events of each line, with its number. RunDirError if that is not possible.
+        """Read the journal on to its end; yield each line's number and events. RunDirError if it cannot be read.
 
         ``most``: the number of lines read at once.
         """
@@ -61,7 +61,7 @@ class HappeningsReader:
         return self._happened(self._follower.take(entry))
 
     def _happened(self, noted: Sequence[Noted]) -> Iterator[Happening]:
-        """Yield a line's events: the pause before its steps, the steps, and then other events."""
+        """Yield a line's events: its steps, with the pause before them, and then its other events."""
         morphs = [record for _, _, record in noted if isinstance(record, MorphRecord) and record.pause_ms is not None]
         self._pause_s += sum((morph.pause_ms or 0.0) / 1e3 for morph in morphs)
         for _, _, record in noted:

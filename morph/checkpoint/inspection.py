@@ -45,7 +45,7 @@ class VersionStatus(Value):
 
 
 def inspect_versions(url: str, versions: tuple[int, ...] = (), *, every_byte: bool) -> Iterator[VersionStatus]:
-    """Yield a report on each version, ascending; on all stored versions if none is named.
+    """Yield a report on each stored version, ascending.
 
     ``versions``: the only versions to inspect; empty: all. ``every_byte``: whether to read all of each version, file by
     file; otherwise only file sizes are checked.

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def is_local(url: str) -> bool:
-    """Whether a URL is in this machine's file system, which has no short failures, unlike a network."""
+    """Whether a URL is in this machine's file system, which has no transient failures, unlike a network."""
     return _is_local(fsspec.core.url_to_fs(url)[0])
 
 
@@ -31,7 +31,7 @@ def _is_local(filesystem: Any) -> bool:
 
 
 def read_whole(filesystem: Any, path: str) -> bytes:
-    """Return the content of a checkpoint's file; raises as ``open_file`` does, and the errors of the storage."""
+    """Return the content of a checkpoint's file; raises what ``open_file`` raises, and the storage's own errors."""
     if _is_local(filesystem):
         with open_file(path) as file:
             return file.readall()
@@ -39,10 +39,10 @@ def read_whole(filesystem: Any, path: str) -> bytes:
 
 
 def open_file(path: str) -> io.FileIO:
-    """Open a file of this machine in the folder of a checkpoint, which others may have made.
+    """Open a local file in the folder of a checkpoint, which another user may have made.
 
-    Raises CheckpointDamaged if it is a symbolic link, or in a folder that is one; or reading it might never end,
-    because it is a named pipe, a device or similar.
+    Raises CheckpointDamaged if the file or its folder is a symbolic link, or if it is a named pipe, a device or
+    similar, which might be read without end.
     """
     folder, name = os.path.split(path)
     try:
@@ -65,8 +65,8 @@ def open_file(path: str) -> io.FileIO:
 def bounded(call: Callable[[], T], limit_s: float, what: str, *, spent_s: float = 0.0) -> T:
     """Return the result of ``call``, or raise its error; give up after ``limit_s``, less ``spent_s``.
 
-    Some kinds of storage know no time limit: a network file system that is gone blocks for ever. The thread of a call
-    that was given up is left behind, and ends with the call. Raises TimeoutError if the call took longer.
+    Some kinds of storage have no timeout: a network file system that is gone blocks for ever. After a timeout, the
+    call's thread is left behind, and ends with the call. Raises TimeoutError if the call took longer.
     """
     outcome: queue.SimpleQueue[tuple[T | None, BaseException | None]] = queue.SimpleQueue()
 

@@ -54,7 +54,8 @@ def elastic_command(
           -- python train.py
     """
     from morph.elastic.invitation import SECRET, parse_address, parse_addresses
-    from morph.elastic.launcher import LaunchSpec, launch, new_secret
+    from morph.elastic.launcher import LaunchSpec, launch
+    from morph.link.proof import new_secret
 
     host, port = parse_address(listen, "--listen") if ":" in listen else (listen, 0)
     where = parse_addresses(join, "--join") if join is not None else ()

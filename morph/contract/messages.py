@@ -163,6 +163,10 @@ class ReshapeOrder(Value):
                 sources_of.setdefault(source.worker, []).append(source)
         return sources_of
 
+    def salvage_in(self, order: StepOrder) -> Salvage | None:
+        """Return the partial sums from which a step continues, if any: only the first attempt at this version."""
+        return self.salvage if order.step == self.version and order.attempt == 0 else None
+
 
 class PreCopyMove(Value):
     """A unit whose state ``sender`` sends to ``receiver`` while training continues."""

@@ -1,6 +1,6 @@
 """A data worker: a process that reads samples for the worker that started it, and ends with that worker.
 
-``python -m morph.data.data_worker LINE MEMORY``: LINE and MEMORY are descriptors of the connection to the worker and of
+``python -m morph.data.data_worker LINE MEMORY``: LINE and MEMORY are file descriptors: the connection to the worker and
 the shared memory; standard input holds the setup. All messages are JSON, because nothing that is read is unpickled.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 
 if __name__ == "__main__":
-    gc.disable()  # while importing: collecting lasting objects repeatedly takes a sixth of the time
+    gc.disable()  # during imports, whose objects all stay: collections take a sixth of the time
 
 import json
 import mmap
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def _hear(line: Connection, heard: queue.SimpleQueue[Message]) -> None:
-    """Receive the worker's messages, also while a sample is read. The line ends when the worker is gone."""
+    """Receive the worker's messages, also while a sample is read. End this process when the connection closes."""
     try:
         with suppress(EOFError, OSError):
             while True:
@@ -92,14 +92,14 @@ def _load(setup: Message) -> Job:
 
 
 def _answer(job: Job, slots: Slots, memory: torch.Tensor, request: Mapping[str, Any]) -> Message:
-    """Read one micro-batch into a slot. If an error is raised, the worker reads the samples itself and raises it."""
+    """Read one micro-batch into a slot. After an error, the worker reads the samples itself, and raises it there."""
     slot = request["slot"]
     try:
         samples, count, recipe = [], slots.num_read(memory), recipe_of(job)
         places = [(epoch, index) for epoch, index in slots.samples(memory, slot, request["count"]).tolist()]
         for epoch, index in places:
             samples += recipe.read(data_of(job, "eval_data" if epoch == EPOCH else "dataset"), [(epoch, index)])
-            count += 1  # the worker sees it: the memory is shared
+            count += 1  # in shared memory, where the worker reads it
         made = recipe.alike(
             samples, places, slots.like, "dataset()", "as in item 0", request["keys"], request["length"]
         )

@@ -44,7 +44,7 @@ class MicroBatchLoader:
     """Loads micro-batch ``j`` of step ``t``: samples ``j*m .. (j+1)*m - 1`` of that mini-batch.
 
     The loader keeps the last few micro-batches, so that several sections of one stage load a sample once.
-    ``prefetcher``: reads expected micro-batches ahead. It needs the form of samples, so the first one is read now.
+    ``prefetcher``: reads expected micro-batches ahead. It needs the form of samples, so one sample is read at once.
     ``recipe``: how micro-batches are made of samples; None: by stacking.
     """
 
@@ -68,7 +68,7 @@ class MicroBatchLoader:
         self._mini_batches: OrderedDict[int, Sequence[MicroBatch]] = OrderedDict()
         self._micro_batch_size = micro_batch_size
         self._keeps_batches = False
-        """Whether micro-batches of different sizes are batches of a loop, so that lengths may not reorder samples."""
+        """Whether a short step has the micro-batches of a plain loop, so that lengths may not reorder its samples."""
         self._num_kept = _CACHED_MICRO_BATCHES
         self._samples: dict[tuple[int, int], list[Any]] = {}
         self._stacked: OrderedDict[tuple[int, int], dict[str, Tensor]] = OrderedDict()
@@ -89,7 +89,7 @@ class MicroBatchLoader:
     def expect(
         self, places: Iterable[tuple[int, int]], keys: Iterable[str], over: Callable[[], bool], window: int
     ) -> None:
-        """Have these micro-batches prefetched, if there is a prefetcher, and drop earlier expectations.
+        """Have these micro-batches prefetched, if there is a prefetcher, and cancel earlier requests.
 
         ``places``: step and number of each micro-batch, in the order in which they will be loaded. ``window``: how many
         micro-batches are in use at once: each is loaded again before its backward.
@@ -138,7 +138,7 @@ class MicroBatchLoader:
         return len(self._divided(step))
 
     def shares(self, step: int) -> tuple[float, ...]:
-        """Return the share of each of a step's micro-batches in means over samples; empty if all are whole."""
+        """Return the weight of each of a step's micro-batches in means over samples; empty if all have m samples."""
         return shares(self._divided(step), self._micro_batch_size)
 
     def samples_of(self, step: int) -> tuple[int, ...]:
@@ -153,7 +153,7 @@ class MicroBatchLoader:
     def example(self, length: int | None, keys: Iterable[str], num_samples: int | None = None) -> dict[str, Tensor]:
         """Return entries of a micro-batch that is padded to ``length``; of the first one if lengths do not vary.
 
-        ``num_samples``: the number of its first samples to return; None: m.
+        ``num_samples``: return only this many of its first samples; None: all m.
         """
         if num_samples is not None:
             return {name: entry[:num_samples] for name, entry in self.example(length, keys).items()}
@@ -319,7 +319,7 @@ def form_of(job: Job) -> Form:
 
 
 def check_map_style(dataset: object, field: str) -> int:
-    """Return the number of samples of a map-style data set. ``field``: that function's name in the job."""
+    """Return the number of samples of a map-style data set. ``field``: the job's function that returned it."""
     problem, allowed = None, _ALLOWED
     if isinstance(dataset, DataLoader):
         problem = "returns a DataLoader; Morph forms the batches itself, so return the data set that it loads"

@@ -1,8 +1,8 @@
 """Reads samples in files that fsspec can open: lists shards, counts their samples, and keeps local copies.
 
 A shard is a part of a file that is read at once. All files are read once to find where shards begin and how many
-samples they have; the result is kept as an index. Shards of local files are read in place; others are copied into the
-user's cache, one copy for all processes of a machine; the oldest copies are removed when there are too many.
+samples they have; the result is kept as an index. Shards of uncompressed local files are read in place. Others are
+copied into the user's cache, one copy for all processes of a machine; the oldest are removed when there are too many.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Shard:
 
 
 class Mapped:
-    """The bytes of a shard at its place in a file: ``shard[a:b]``, counted from the shard's start."""
+    """A shard's bytes, memory-mapped from a file; ``shard[a:b]`` counts from the start of the shard."""
 
     def __init__(self, file: IO[bytes], start: int, stop: int) -> None:
         self._shift = start % mmap.ALLOCATIONGRANULARITY
@@ -262,7 +262,7 @@ class ScannedFiles(ShardedFiles):
             return None
 
     def _write_index(self, url: str, content: bytes) -> None:
-        """Write the index whole or not at all: object stores do so anyway, elsewhere a file is renamed."""
+        """Write the index atomically, as object stores do anyway; elsewhere, a finished file is renamed."""
         fs, path = fsspec.core.url_to_fs(url, **self._options)
         partial = f"{path}.{os.getpid()}.partial" if isinstance(fs, LocalFileSystem) else path
         try:
@@ -290,7 +290,7 @@ def _parsed(content: bytes, head: Mapping[str, Any]) -> list[list[int]] | None:
 def cut_into_shards(
     entries: Iterator[tuple[int, int]], shard_bytes: int, size_of: Callable[[int, int], int] = lambda a, b: b - a
 ) -> Iterator[tuple[int, int, int]]:
-    """Join neighbouring entries, each with its start and stop, until a shard is long enough; yield as ``_scan``."""
+    """Join neighbouring entries (start, stop) until a shard has ``shard_bytes``; yield what ``_scan`` yields."""
     start = stop = num = 0
     for begin, end in entries:
         if num == 0:

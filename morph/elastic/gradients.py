@@ -29,7 +29,7 @@ from morph.runtime.state.parts import Memory
 log = logging.getLogger("morph.elastic")
 
 MOST_WORKERS = 4096
-"""Most workers: with a loop's own batches each contributes once, and exact sums leave room for these."""
+"""The most workers: with a loop's own batches each contributes once to a sum, and exact sums have room for these."""
 
 MOST_CHANGES = 10
 CHANGED = (
@@ -39,7 +39,7 @@ CHANGED = (
 )
 
 KEPT_BYTES = 31 * 2**20
-"""glibc returns freed memory to the system above twice the largest block that it has mapped, at most 32 MiB."""
+"""The size of a block (of at most 32 MiB) to map and free once: glibc then keeps twice as much freed memory."""
 
 
 class Try(NamedTuple):
@@ -51,7 +51,7 @@ class Try(NamedTuple):
 
 
 class Gradients:
-    """Collects the gradients of a model's parameters whenever one is trained.
+    """Sums the gradients of a model's parameters, including those of parameters that are trained only at times.
 
     ``accumulation``: how gradients are summed: ``exact`` or ``fast``. Raises InputError if the model is on several
     devices.
@@ -71,9 +71,9 @@ class Gradients:
         self._is_in_backward = False
         self._strayed: str | None = None
         self._left: list[Tensor] = []
-        torch.empty(KEPT_BYTES, dtype=torch.uint8)  # freed at once, so that gradients use mapped pages
+        torch.empty(KEPT_BYTES, dtype=torch.uint8)  # freed at once, so that gradients reuse pages
         self.overflow: tuple[RingPlace, dict[str, int]] | None = None
-        """Scales for the next attempt at a step, and the place where a sum of the last attempt overflowed."""
+        """The ring in which a sum of the last attempt at a step overflowed, and the scales for the next attempt."""
         self.num_shares = 0
         self._mark: Tensor | None = None
         self._num_changes = 0
@@ -91,7 +91,7 @@ class Gradients:
         self._left = list(self._sums.memory.used.values())
 
     def compute(self, given: Try, ring: Ring | None, membership: Membership) -> tuple[list[Reduced], dict[str, int]]:
-        """Run this worker's shares; return the gradients, summed over the ring or only its own, and the next scales."""
+        """Run this worker's shares; return the gradients, summed over the ring or these shares, and the next scales."""
         self.look_at_settings()
         is_shared = self._state.pace.sync == S_SGD
         place, batch = given.place, given.batch
@@ -100,13 +100,13 @@ class Gradients:
         kind = self._kind(num_shares + 1, self._state.summed if is_shared else self.settings["trained"])
         mine = [rank] if batch is None else shares_of(rank, size, num_shares, is_shared=is_shared)
         num_summed = len(mine) if not is_shared else size if batch is None else num_shares
-        # A member that left a ring may not know that a sum overflowed there: all begin with the earlier scales.
+        # A member that left a ring may not know that a sum overflowed there: in a new ring all use the old scales.
         scales = self.overflow[1] if self.overflow and self.overflow[0] is place else self._state.exponents
         self.num_shares = len(mine)
         buffers = {name: buffer.clone() for name, buffer in self._state.buffers().items()}
         try:
             while True:
-                # No memory is reused after a step that was given up: an operation of its ring may still write into it.
+                # After an abandoned step no memory is reused: an operation of the old ring may still write to it.
                 memory, self._left = Memory(self._device, self._left), []
                 self._sums = MemberSums(kind, scales, ring, place.interrupt, num_summed, memory)
                 if is_shared and membership.has_ready_joiners:
@@ -179,7 +179,7 @@ class Gradients:
     def check(self) -> None:
         """Refuse gradients that the loop's own backward has left, because a step would ignore them.
 
-        Warns once of gradients that the loop changes (by clipping, or by a scaler), because there are none to change.
+        Warns once if the loop changes gradients between steps (clipping, a scaler): there are none then to change.
         """
         mark, self._mark = self._mark, None
         self._num_changes += int(mark is not None and mark._version > 0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
 import socket
 import subprocess
@@ -163,8 +162,3 @@ def interrupted_once() -> Iterator[Interrupted]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def new_secret() -> str:
-    """Return a secret for a job whose workers are all on this machine."""
-    return secrets.token_hex(32)

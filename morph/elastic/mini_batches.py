@@ -27,7 +27,7 @@ class BatchUser(Protocol):
         """The number of steps that the model has had."""
 
     def settled_steps(self) -> int:
-        """Return how many steps the model has had, once this worker is in a ring and has its state."""
+        """Return how many steps the model has had, once this worker is in a ring and has the ring's state."""
 
     def use(self, batch: Batch) -> None:
         """Set the batch of the next step."""
@@ -51,7 +51,7 @@ def batch_users() -> Sequence[BatchUser]:
 
 
 def is_used_by_another(user: BatchUser) -> bool:
-    """Whether a loop over ``batches`` is running, and none for this optimizer."""
+    """Whether loops over ``batches`` are running, but none that uses this optimizer."""
     return bool(_looping) and user not in _looping
 
 
@@ -70,7 +70,7 @@ def the_optimizer() -> BatchUser:
 
 
 class Batch:
-    """The samples of one step. The worker that computes a share loads its samples."""
+    """The samples of one step. Each share's samples are loaded by the worker that computes the share."""
 
     def __init__(self, batches: Batches, step: int) -> None:
         self.step = step
@@ -187,7 +187,7 @@ def batches(
 
 
 def loss_warnings(batches: Batches, model: nn.Module, loss_of: Callable[[Any], Any]) -> tuple[str, ...]:
-    """Return the warnings of ``morph run`` about a loss that is not a mean over samples, as Morph assumes.
+    """Return the warnings that ``morph run`` gives about a loss that is not a mean over samples; Morph assumes one.
 
     A further warning is about the cost of reading data that can be read only from its beginning.
 

@@ -48,7 +48,7 @@ CLIP_EPSILON = 1e-6
 """The same constant as in ``torch.nn.utils.clip_grad_norm_``."""
 
 STATE = "morph.elastic"
-"""The key of ``state_dict``."""
+"""The only key of ``state_dict``."""
 SECOND = (
     "is the second in this process, and each would be a job of its own: some workers would wait for others that are in "
     "another optimizer"
@@ -313,7 +313,7 @@ class Optimizer:
             self._cross(place, rate, is_joined)
 
     def _step_ad_psgd(self, given: Try) -> None:
-        """Do one step that needs no other worker: the partner may be lost, and even the ring."""
+        """Do one step that needs no other worker, even if the partner or the whole ring is lost."""
         members, weights, membership = given.place.ring.members, self._state.weights(), self._participation.membership
         other = partner(members, membership.me, self._state.num_steps)
         fetch = None if other is None else self._participation.fetch(other, MODEL, given.place.interrupt)
@@ -331,7 +331,7 @@ class Optimizer:
         return is_sync_step(state.pace.sync, state.num_steps) and state.met_at != state.num_steps
 
     def _synchronise(self) -> None:
-        """Try once to meet the others, unless a worker that has met them sends its state first."""
+        """Try once to synchronise with all workers, unless one that has done so already sends its state first."""
         place = self._participation.settle()
         if not self._is_sync_due():
             return
@@ -376,7 +376,7 @@ class Optimizer:
         return is_agreed
 
     def _cross(self, place: RingPlace, rate: float | None, is_joined: bool, step: tuple[Tensor, ...] = ()) -> None:
-        """Pass a boundary: change the strategy, keep the step for joiners, and let waiting joiners in."""
+        """Pass a step's boundary: update the strategy, keep the step for joiners, and let waiting joiners in."""
         if rate is not None:
             self._state.pace, reason = observed(self._state.pace, rate, len(place.ring.members))
             if reason is not None:
@@ -398,7 +398,7 @@ class Optimizer:
         self._participation.leave(place)
 
     def _clip(self, gradients: Mapping[str, Tensor]) -> None:
-        """Scale gradients down to the requested norm; means of exact sums get the same bits in any ring."""
+        """Scale gradients down to the requested norm; after exact sums the result has the same bits in any ring."""
         if self._clip_grad_norm is not None:
             self.gradient_norm = math.sqrt(squared_norm(gradients.values()))
             shrink = min(1.0, self._clip_grad_norm / (self.gradient_norm + CLIP_EPSILON))

@@ -11,7 +11,6 @@ import math
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import torch
@@ -30,9 +29,8 @@ from morph.jobs.job import Job, OwnProgram, OwnSteps
 from morph.losses import Loss
 from morph.preflight.mean_loss import loss_warnings
 from morph.preflight.plain_model import plain_model
-from morph.preflight.step_comparison import StepTrial
-from morph.runtime.state.accumulators import Accumulator, Reduced, finish_all
-from morph.runtime.state.unit_state import UnitState, apply_all, norms_sq
+from morph.preflight.step_comparison import StepTrial, Sums
+from morph.runtime.state.unit_state import apply_all, norms_sq
 from morph.runtime.step.stage import run_step
 from morph.runtime.step.sums import told_losses
 from morph.runtime.workloads.evaluation import batch_keys
@@ -154,59 +152,50 @@ class _Steps:
             export_job(job), num_sections=job.num_sections, micro_batch_size=micro_batch_size, fewer=fewer
         )
         self._loader = MicroBatchLoader.of(job, micro_batch_size)
-        self._unit_of = {name: unit.id for unit in self._model.units for name in unit.names}
 
     def train(self, num_steps: int) -> Trained:
         losses, largest = [], dict[str, float]()
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            plain = plain_model(self._job, _CPU)
-            held = {**dict(plain.named_parameters()), **dict(plain.named_buffers())}
-            states = StepTrial.of(self._job, self._model, plain, _CPU, self._whole).states
+            trial = StepTrial.of(self._job, self._model, plain_model(self._job, _CPU), _CPU, self._whole)
+            states = trial.states
             for step in range(num_steps):
-                losses_told, reduced = self._gradients(held, states, step)
+                losses_told = self._reduce(trial, step)
                 weights = weights_of(losses_told)
                 total = sum(weights.values()) if weights else len(losses_told)
                 losses.append(self._factor(step) * sum(one.loss for one in losses_told) / total if total else math.nan)
-                for unit, state in states.items():
-                    state.reduced = reduced[unit]
-                    for name, gradient in reduced[unit].gradients.items():
+                for state in states.values():
+                    for name, gradient in state.reduced.gradients.items() if state.reduced else ():
                         largest[name] = max(largest.get(name, 0.0), rms(gradient))
                 apply_all(states.values(), decided_step(step + 1, [norms_sq(states)], [], states, [weights]))
         after = {name: value.detach() for state in states.values() for name, value in state.parameters.items()}
-        return Trained(losses, held, after, largest)
+        return Trained(losses, trial.plain, after, largest)
 
     def _factor(self, step: int) -> float:
         """Return the factor of a step's gradients if they are divided by the micro-batches of a whole step."""
         short = self._job.short_step
         return self._loader.num_micro_batches(step) / self._whole if short is not None and short.of_whole else 1.0
 
-    def _gradients(
-        self, held: Mapping[str, Tensor], states: Mapping[str, UnitState], step: int
-    ) -> tuple[list[MicroBatchLoss], dict[str, Reduced]]:
-        """Return loss and further values of each micro-batch, and the mean gradients by unit."""
-        given = {**held, **{name: value for state in states.values() for name, value in state.values.items()}}
+    def _reduce(self, trial: StepTrial, step: int) -> list[MicroBatchLoss]:
+        """Set the units' mean gradients of a step; return loss and further values of each micro-batch."""
+        given = {
+            **trial.plain,
+            **{name: value for state in trial.states.values() for name, value in state.values.items()},
+        }
         keys, names = sorted(batch_keys(self._model.sections)), self._model.metric_names
         shares = dict(enumerate(self._loader.shares(step) if self._job.short_step is None else ()))
         number = self._loader.num_micro_batches(step)
         while True:
-            sums = {unit: state.new_accumulator() for unit, state in states.items()}
-            outputs = {}
+            sums, outputs = Sums(trial), {}
             for place in range(number):
                 torch.manual_seed(0)
                 batch = with_step(self._loader.load(step, place, keys), self._job, step)
                 sections = self._model.at(*self._loader.size(step, place)).sections
                 factor = self._factor(step) * (1.0 if WEIGHT in names else shares.get(place, 1.0))
-                add = partial(self._add, sums)
-                outputs[place] = run_step(sections, batch, given, add, precision=self._job.precision, factor=factor)
-            reduced = finish_all(sums, number, step)
-            if not any(one.overflowed for one in reduced.values()):
-                return told_losses(outputs, names, shares), reduced
-            for unit, state in states.items():  # again, at scales that fit
-                state.rescale(reduced[unit])
-
-    def _add(self, sums: Mapping[str, Accumulator], name: str, gradient: Tensor) -> None:
-        sums[self._unit_of[name]].add(name, gradient)
+                precision = self._job.precision
+                outputs[place] = run_step(sections, batch, given, sums.add, precision=precision, factor=factor)
+            if sums.reduce(number, step):
+                return told_losses(outputs, names, shares)
 
 
 def _difference(own: OwnSteps, ours: Trained) -> str | None:

@@ -36,7 +36,7 @@ from morph.losses import values_of
 from morph.preflight.own_program import NUM_STEPS as PROGRAM_STEPS
 from morph.preflight.own_program import check_padding, compare_with_program
 from morph.preflight.plain_model import plain_model, shortened
-from morph.preflight.step_comparison import NUM_STEPS, StepTrial
+from morph.preflight.step_comparison import NUM_STEPS, StepTrial, Sums
 from morph.runtime.step.stage import AddGradient, run_step
 
 NUM_SEEDS = 3
@@ -275,7 +275,7 @@ class _Sides:
     def __init__(self, job: Job, plain: nn.Module, trial: StepTrial | None, source: str) -> None:
         self._job, self._plain, self._trial, self._source = job, plain, trial, source
         self._buffers = {name: buffer.clone() for name, buffer in plain.named_buffers()}
-        self._sums = trial.new_sums() if trial is not None else None
+        self._sums = Sums(trial) if trial is not None else None
         self._total: dict[str, Tensor] = {}
         self._batches: dict[int, tuple[Mapping[str, Tensor], CutModel]] = {}
         self._largest = 0.0
@@ -304,8 +304,8 @@ class _Sides:
             raise _DoesNotRun("its loss is not a finite number")
         if self._trial is None or self._sums is None:
             return self._largest
-        while (means := self._sums.reduce(len(self._batches))) is None:  # at scales that fit from now on
-            self._sums = self._trial.new_sums()
+        while not self._sums.reduce(len(self._batches)):
+            self._sums = Sums(self._trial)
             for seed in self._batches:
                 self._run_sections(seed)
         self._sums = None
@@ -313,7 +313,7 @@ class _Sides:
         weights = dict(self._plain.named_parameters())
         expected = {name: (total / len(self._batches)).to(weights[name].dtype) for name, total in self._total.items()}
         which = f"the mean of {len(self._batches)} micro-batches, accumulation {self._job.accumulation!r}"
-        _check(_Step(loss, expected), _Step(loss, means), self._source, which)
+        _check(_Step(loss, expected), _Step(loss, self._trial.means()), self._source, which)
         return max(self._largest, self._trial.largest_difference(expected, self._source))
 
     def _run_sections(self, seed: int) -> _Step:

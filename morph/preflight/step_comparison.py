@@ -20,7 +20,7 @@ from morph.contract.errors import ExportError, wrong_job
 from morph.cutting import CutModel
 from morph.cutting.trial_run.trial import rms, run_users_code
 from morph.jobs.job import Job
-from morph.runtime.state.accumulators import Reduced
+from morph.runtime.state.accumulators import Reduced, finish_all
 from morph.runtime.state.unit_state import UnitState, apply_all, norms_sq, update_rules
 
 NUM_STEPS = 2
@@ -59,9 +59,10 @@ class StepTrial:
         states = {unit.id: run_users_code(partial(build, unit), job, None, "optimizer") for unit in model.units}
         return cls(job, model, held, states)
 
-    def new_sums(self) -> Sums:
-        """Return empty sums, for the next step."""
-        return Sums(self)
+    def means(self) -> dict[str, Tensor]:
+        """Return the mean gradients that were reduced last, by parameter."""
+        held = [(state.parameters, state.reduced.gradients) for state in self.states.values() if state.reduced]
+        return {name: gradients[name] for names, gradients in held for name in names if name in gradients}
 
     def largest_difference(self, mean: Mapping[str, Tensor], source: str) -> float:
         """Make steps with the plain model's mean gradients by name, and return the largest difference of a weight,
@@ -71,8 +72,8 @@ class StepTrial:
         allow, or if the optimizer fails.
         """
         reduced = {unit: state.reduced for unit, state in self.states.items()}
-        gradients = {name: g for held in reduced.values() if held is not None for name, g in held.gradients.items()}
-        given = {name: gradients.get(name, gradient) for name, gradient in mean.items()}
+        means = self.means()
+        given = {name: means.get(name, gradient) for name, gradient in mean.items()}
         for step in range(NUM_STEPS):
             run_users_code(partial(self._step, reduced, step), self.job, None, "optimizer")
         names = [name for unit in self.model.units for name in unit.parameters]
@@ -144,10 +145,10 @@ class StepTrial:
 
 
 class Sums:
-    """Gradients of the sections' micro-batches, summed as in a run."""
+    """Gradients of the sections' micro-batches of one step, summed as in a run."""
 
     def __init__(self, trial: StepTrial) -> None:
-        self._trial = trial
+        self._states = trial.states
         self._accumulators = {unit: state.new_accumulator() for unit, state in trial.states.items()}
         self._unit_of = {name: unit.id for unit in trial.model.units for name in unit.names}
 
@@ -155,18 +156,15 @@ class Sums:
         """Add one contribution, or the change of a buffer."""
         self._accumulators[self._unit_of[name]].add(name, gradient)
 
-    def reduce(self, num_micro_batches: int) -> dict[str, Tensor] | None:
-        """Set the states' mean gradients and return them; None if sums overflowed and must be computed again."""
-        means: dict[str, Tensor] = {}
-        overflowed = False
-        for unit, accumulator in self._accumulators.items():
-            state = self._trial.states[unit]
-            state.reduced = reduced = accumulator.finish(num_micro_batches, state.version)
-            overflowed |= reduced.overflowed
-            if reduced.overflowed:
-                state.rescale(reduced)
-            means |= {name: reduced.gradients[name] for name in state.parameters if name in reduced.gradients}
-        return None if overflowed else means
+    def reduce(self, num_micro_batches: int, step: int = 0) -> bool:
+        """Set the states' mean gradients; False: sums overflowed, and must be computed again at scales that fit."""
+        reduced = finish_all(self._accumulators, num_micro_batches, step)
+        overflowed = any(one.overflowed for one in reduced.values())
+        for unit, state in self._states.items():
+            state.reduced = reduced[unit]
+            if overflowed:
+                state.rescale(reduced[unit])
+        return not overflowed
 
 
 def _named(wrong: Sequence[str]) -> str:

@@ -44,7 +44,7 @@ def look(index: int, sample: Any) -> Look:
             amounts[key] = {_VALUE: float(entry)}
             labels[key] = frozenset(amounts[key].values())
             continue
-        amounts[key] = {ignored: num_other(entry, ignored) for ignored in IGNORED}
+        amounts[key] = {ignored: int((entry != ignored).sum()) for ignored in IGNORED}
         if not (entry.is_floating_point() or entry.is_complex()) and entry.numel() <= _MOST_COUNTED:
             labels[key] = frozenset(map(float, torch.unique(entry).tolist()))
     return Look(index, amounts, labels)
@@ -54,11 +54,6 @@ def entries(sample: Any) -> dict[str, Tensor]:
     """Return tensors and numbers of a sample, by their key or position in it."""
     found = flat_sample(sample, "dataset()", collated=True).entries
     return {name if name.isdecimal() or name == ALONE else repr(name): entry for name, entry in found.items()}
-
-
-def num_other(entry: Tensor, ignored: int) -> int:
-    """Return the number of elements that differ from ``ignored``."""
-    return int((entry != ignored).sum())
 
 
 def unlike_pairs(looks: Sequence[Look]) -> list[tuple[int, int]]:

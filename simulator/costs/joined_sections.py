@@ -14,8 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from simulator.costs.held_bytes import running_sums
-from simulator.costs.memory import NEVER, Parts, StageMemory
+from simulator.costs.memory import NEVER, Parts, StageMemory, running_sums
 from simulator.costs.stage_costs import LinkCosts, SectionCosts
 from simulator.engine.times import Ints
 from simulator.inputs.transfer import AllReduce, JoinedAllReduce, OneAllReduce

@@ -15,7 +15,13 @@ The memory of a stage is the maximum over several moments of a run, each with it
   old shape is unknown, but a worker holds no unit twice: twice the stage, at most the whole model.
 
 Frozen weights count at every moment: a worker releases those of its former stage before it reads those of the next.
-Memory that the allocator reserves and the device's context are added (0 on a CPU).
+Memory that the allocator reserves and the device's context are added (0 on a CPU). Bytes of state are those of any run
+of sections, in which a unit that several of them use counts once.
+
+Redundant computation for the next stage, or on the last stage for the first (Bamboo, 5.1 and 5.2), adds that stage's
+parameters and optimizer state. With redundant forwards alone (``eflb``) activations go to host memory; with backwards
+(``efeb``) activations of the micro-batches in flight at the next stage stay, and there are sums of gradients. Where
+stages recompute, a redundant forward stores nothing: the stage's input was computed by the worker itself.
 """
 
 from __future__ import annotations
@@ -28,10 +34,12 @@ import numpy.typing as npt
 
 from morph.contract.cluster import MAILBOX_SLOT_BYTES, MAILBOX_SLOTS, RING_PIECE_BYTES, RING_PIECES
 from morph.contract.profile import Profile
-from simulator.costs.held_bytes import HeldBytes, Ints, running_sums
 from simulator.engine.compilation import compiled, entry
+from simulator.engine.redundant_loop import LAG
 from simulator.inputs.request import MemoryRules
 
+Ints = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 Parts = dict[str, Ints]
 NEVER = 2**62
 _MESSAGES_AT_ONCE = 3
@@ -49,6 +57,54 @@ MOMENTS = {
     "changing": "the shape changes",
 }
 """The moments in words, to follow "while"."""
+_BUFFERS = 2
+"""Micro-batches' activations on their way to host memory: one being computed, and one in transit."""
+
+
+class HeldBytes:
+    """Bytes of parameters, optimizer state, sums of gradients, and mean gradients during reduction."""
+
+    def __init__(self, profile: Profile) -> None:
+        sections = profile.sections
+        own = {
+            "parameters": [section.parameter_bytes for section in sections],
+            "optimizer": [section.optimizer_bytes for section in sections],
+            "sums": [section.gradient_bytes for section in sections],
+            "gradients": [s.parameter_bytes if s.reduced_bytes is None else s.reduced_bytes for s in sections],
+        }
+        self._sums = {part: running_sums(values) for part, values in own.items()}
+        self._twice = _counted_twice(profile, own)
+
+    def __call__(self, part: str, begin: Ints, end: Ints) -> Ints:
+        """Return the bytes of a part for runs of sections from ``begin`` to before ``end``, arrays that broadcast."""
+        sums = self._sums[part]
+        held: Ints = sums[end] - sums[begin] - (0 if self._twice is None else self._twice[part][begin, end])
+        return held
+
+
+def running_sums(values: Sequence[int] | Ints) -> Ints:
+    """Return 0, the first value, the sum of the first two and so on: [values + 1]."""
+    return np.concatenate([np.zeros(1, np.int64), np.cumsum(np.asarray(values, np.int64))])
+
+
+def _counted_twice(profile: Profile, own: Mapping[str, Sequence[int]]) -> dict[str, Ints] | None:
+    """Return, by part, the bytes that sections begin..end-1 count repeatedly: [K + 1, K + 1]; None: none."""
+    shared = [unit for unit in profile.units if len(set(unit.sections)) > 1 and unit.parameter_bytes]
+    if not shared:
+        return None
+    size = profile.num_sections + 1
+    tables = {part: np.zeros((size, size), np.int64) for part in own}
+    for unit in shared:
+        uses = np.zeros(size, np.int64)
+        uses[np.array(sorted(set(unit.sections))) + 1] = 1
+        before = np.cumsum(uses)
+        more = np.maximum(0, before[None, :] - before[:, None] - 1)
+        first = unit.sections[0]
+        share = unit.parameter_bytes / max(1, profile.sections[first].parameter_bytes)
+        for part, table in tables.items():
+            known = unit.optimizer_bytes if part == "optimizer" else None
+            table += more * (round(own[part][first] * share) if known is None else known)
+    return tables
 
 
 class StageMemory:
@@ -434,3 +490,40 @@ def _most(room: Ints, each: Ints) -> Ints:
 def _total(parts: Parts) -> Ints:
     total: Ints = np.add.reduce(np.broadcast_arrays(*parts.values()))
     return total
+
+
+def next_activations(memory: StageMemory, begin: Ints, end: Ints, recompute: Flags) -> Ints:
+    """Return the bytes per micro-batch that the next stage keeps for its backward, without its input: int64[P]."""
+    held = np.where(recompute, 0, memory.activations[end] - memory.activations[begin])
+    return np.roll(held, -1)
+
+
+def redundant_parts(memory: StageMemory, begin: Ints, end: Ints, window: Ints, recompute: Flags) -> Parts:
+    """Return the parts on each stage's device: int64[P] each; none with one stage only."""
+    name = memory.rules.redundant_computation
+    if name == "off" or len(begin) == 1:
+        return {}
+    parts = {"redundant layers": np.roll(memory.device_state(begin, end), -1)}
+    activations = next_activations(memory, begin, end, recompute)
+    if name == "eflb":
+        parts["redundant activations"] = _BUFFERS * activations
+    elif name == "efeb":
+        parts["redundant activations"] = (np.roll(window, -1) + LAG) * activations
+        parts["redundant sums"] = np.roll(memory.sums(begin, end), -1)
+    return parts
+
+
+def next_host_bytes(memory: StageMemory, begin: Ints, end: Ints, recompute: Flags, num_micro_batches: int) -> Ints:
+    """Return the bytes kept in host memory until the mini-batch is over: int64[P].
+
+    For each micro-batch these are the messages to both neighbours, from which lost gradients are recomputed, and with
+    ``eflb`` the next stage's activations.
+    """
+    name = memory.rules.redundant_computation
+    if name not in ("lflb", "eflb") or len(begin) == 1:
+        return np.zeros(len(begin), np.int64)
+    kept = np.roll(memory.crossing(begin), -1) + memory.crossing(begin)
+    if name == "eflb":
+        kept = kept + next_activations(memory, begin, end, recompute)
+    found: Ints = num_micro_batches * kept
+    return found

@@ -25,7 +25,7 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from morph.contract.errors import PlanError
-from simulator.costs import redundant_memory
+from simulator.costs.memory import next_host_bytes
 from simulator.costs.stage_costs import StageCosts
 from simulator.costs.worker_times import swap_ns, worker_times
 from simulator.engine.execution import ShapeTimes
@@ -82,7 +82,7 @@ def total_redundant_ns(times: ShapeTimes, counts: Sequence[int]) -> Iterator[int
 
 def redundant_host_bytes(costs: StageCosts, num_micro_batches: int) -> Ints:
     """Return the bytes in each stage's host memory for so many micro-batches: int64[P]."""
-    return redundant_memory.redundant_host_bytes(costs.memory, *costs.spans, costs.times.recompute, num_micro_batches)
+    return next_host_bytes(costs.memory, *costs.spans, costs.times.recompute, num_micro_batches)
 
 
 def note(costs: StageCosts, conditions: Conditions) -> str:

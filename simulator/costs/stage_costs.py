@@ -12,10 +12,8 @@ import numpy.typing as npt
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
 from morph.contract.profile import LinkProfile, Profile
-from simulator.costs.held_bytes import running_sums
-from simulator.costs.memory import StageMemory, spans
+from simulator.costs.memory import StageMemory, redundant_parts, running_sums, spans
 from simulator.costs.reductions import Reductions, reduced_units, reductions
-from simulator.costs.redundant_memory import redundant_parts
 from simulator.engine.schedules import recomputes
 from simulator.engine.times import Ints, StageTimes
 from simulator.inputs.jitter import MeanJitter

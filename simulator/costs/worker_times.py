@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from simulator.costs.redundant_memory import next_activations
+from simulator.costs.memory import next_activations
 from simulator.costs.stage_costs import StageCosts
 from simulator.engine.execution import ShapeTimes
 from simulator.engine.times import Ints, StageTimes

@@ -3,10 +3,10 @@
 A *lane* is one stage of one replica, numbered (P - 1 - s) * D + d: the order in which stages decide at one instant.
 A *channel* carries the messages of one direction from one lane: number = lane for activations (to the next stage)
 and L + lane for gradients (to the stage before); with redundant backwards also 2L + lane for copies of gradients (to
-the predecessor of the stage before). Every lane and channel has one key: (instant, kind, number), where ends of tasks
-come before ends of transmissions, and these before decisions; the least key is found in a tournament tree. The rest of
-a transmission is kept in units of 1/2520 ns, so that shares of up to ten messages are exact. Definitions are untyped,
-as numba requires.
+the predecessor of the stage before). Every lane and channel has one key, of its next event: (time, kind, number), where
+ends of tasks come before ends of transmissions, and these before decisions; a tournament tree finds the smallest key.
+What is left of a transmission is counted in 1/2520 ns, so that it is exact for up to ten messages on a link.
+Definitions are untyped, as numba requires.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ STAGE_PROGRESS = np.dtype(
         )
     ]
 )
-"""``num_*``: tasks begun; ``position``: first letter of the order not begun, ``seen_*`` the letters before it."""
+"""``num_*``: tasks begun; ``position``: of the order's first task that has not begun; ``seen_*``: tasks before it."""
 
 CHANNEL = np.dtype(
     [
@@ -56,8 +56,8 @@ CHANNEL = np.dtype(
         for name in ("receiver", "out", "into", "handed", "sent", "busy", "left", "since", "share", "free", "last")
     ]
 )
-"""``out`` and ``into``: nodes whose links the messages use, -1 where they share none. ``handed``: messages handed
-over, ``sent``: those that have left; ``left``: of the one that is leaving, as of ``since``, at 1/``share`` of the
+"""``out`` and ``into``: nodes whose links the messages use; -1: no link is shared. ``handed``: messages handed over;
+``sent``: those sent. ``left``: what was left at ``since`` of the message in transmission, at 1/``share`` of the
 bandwidth. ``free``: when an unshared channel has sent all; ``last``: arrival of the last message."""
 
 
@@ -81,7 +81,7 @@ def _set(tree, number, key):  # type: ignore[no-untyped-def]
 
 @loop
 def _arrive(lanes, channels, arrivals, latencies, tree, c, leaves, bits):  # type: ignore[no-untyped-def]
-    """A message has left: set its arrival at the receiver, and wake the receiver then if it is idle."""
+    """Record that a message was sent: set its arrival time at the receiver, which wakes up then if it is idle."""
     mine, mask = channels[c], arrivals.shape[2] - 1
     kind = _ACT if c < len(lanes) else _GRAD
     arrival = max(mine.last, leaves + latencies[c, min(mine.sent, latencies.shape[1] - 1)])
@@ -106,7 +106,7 @@ def _arrive(lanes, channels, arrivals, latencies, tree, c, leaves, bits):  # typ
 
 @loop
 def _reshare(channels, busy, tree, num_lanes, c, now, bits):  # type: ignore[no-untyped-def]
-    """Update the share of the links for a message in transmission: 1/n for n messages, at the fuller end."""
+    """Update the bandwidth share of a message in transmission: 1/n with n messages on the busier of its two links."""
     mine = channels[c]
     share = max(busy[0, mine.out], busy[1, mine.into])
     if share != mine.share:
@@ -264,9 +264,9 @@ def execution_loop(  # type: ignore[no-untyped-def]
     strict,
     bits,
 ):
-    """Play to the end, or as far as orders have in common. Allocates nothing.
+    """Simulate to the end, or as far as ``common`` allows. Allocates nothing.
 
-    Returns 1; or 0: deadlock; or -1: an instant too late for a key. A play that stopped before its end can be
+    Returns 1; 0: deadlock; -1: a time is too late to fit into a key. A simulation that stopped before its end can be
     continued, with other numbers of micro-batches and orders, if no tasks wait for a slot.
 
     Args:
@@ -277,19 +277,19 @@ def execution_loop(  # type: ignore[no-untyped-def]
         latencies: int64[2L or 3L, n], latencies of messages after the wire.
         wires: int64[2L or 3L], time on the wire of a lone message; at least 1 where it is shared.
         orders: uint8[P, D, longest] letters.
-        common: int64[L, 2]: letters and forwards of each lane that these orders have in common with others. Before the
-            first decision that may depend on what follows, the play stops.
+        common: int64[L, 2]: how many first letters, and forwards among them, each lane has in common with other orders.
+            The simulation stops before the first decision that may depend on later letters.
         arrivals: int64[2 or 3, L, 2^k], more than any lane can have in flight.
         busy: int64[2, number of nodes]: messages leaving and entering.
         leaving: int64[number of nodes, 1 + most]: how many channels leave, and which.
         entering: As ``leaving``.
-        tree: int64[2^k], 2^k >= 6L or 8L: tournament tree, all never.
+        tree: int64[2^k], 2^k >= 6L or 8L: tournament tree; at first, all ``_NEVER``.
         queue: int64[L, 2].
         old: Like (lanes, channels, arrivals, tree), to detect repeating periods when no letters are kept.
-        ended: int64[P, D], result: ends of last backwards.
-        redone: int64[P, D], result: when also the last redundant task has ended.
-        letters: uint8[P, D, 3n], result, or n = 0.
-        starts: int64[P, D, 3n], result, or n = 0.
+        ended: int64[P, D], result: end of the last backward.
+        redone: int64[P, D], result: end of the last redundant task too.
+        letters: uint8[P, D, 3n], result; n = 0: not kept.
+        starts: int64[P, D, 3n], result; n = 0: not kept.
         bits: Number of bits of a lane's or channel's number.
     """
     num_lanes = len(lanes)

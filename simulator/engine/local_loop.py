@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from simulator.engine.compilation import compiled, entry, loop
-from simulator.engine.stage_state import ACT, EARLY, GRAD, STAGE_PROGRESS, B, F, R
+from simulator.engine.times import ACT, EARLY, GRAD, STAGE_PROGRESS, B, F, R
 
 SEEKS, ROUNDS, LIMIT, LEFT_OUT, SHIFT = range(5)
 """Indices of how far skipping is: whether a period is still sought, rounds so far, in which round the state is kept

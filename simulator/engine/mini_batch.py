@@ -1,15 +1,15 @@
-"""Plays the micro-batches of one mini-batch through a pipeline in integer nanoseconds.
+"""Simulates the micro-batches of one mini-batch in a pipeline, in integer nanoseconds.
 
-The rules that a free stage applies (Varuna, section 3.2), in this order:
+The rules that an idle stage applies, in this order; "Varuna 2" is rule 2 in section 3.2 of that paper:
 
-1. Recomputed j: nothing but the backward of j may run next, so wait for its gradient (rule 2).
-2. The gradient of the next backward j has arrived: recompute j if needed, then its backward (rule 3).
-3. A forward whose activation has arrived, while fewer than ``window`` micro-batches are in flight.
-4. The downstream stage has begun its backward of j, so the arrival t of j's gradient is known: recompute j now if that
-   ends at t or later (rule 1); with nothing to run before, wake up at t - R.
+1. If j was recomputed, only the backward of j may run next: wait for its gradient (Varuna 2).
+2. If the gradient of the next backward j has arrived, recompute j if needed, then run its backward (Varuna 3).
+3. If a forward's activation has arrived, and fewer than ``window`` micro-batches are in flight, run that forward.
+4. If the downstream stage has begun its backward of j, so that the arrival t of j's gradient is known: recompute j now
+   if that ends at t or later (Varuna 1); otherwise, if nothing can run before, wake up at t - R (R: its duration).
 5. Wait.
 
-At each instant all ends of tasks are processed first; then stages decide, the last stage first, so that the same input
+At each time all ends of tasks are processed first; then stages decide, the last stage first, so that the same input
 gives the same orders. Messages of one direction between two stages leave one after the other. A plan contains these
 orders and an executor runs them; :mod:`simulator.engine.execution` simulates that, also on shared cores.
 """
@@ -41,9 +41,9 @@ def run_pipeline(
     keep_times: bool = False,
     skip_periods: bool = True,
 ) -> Played:
-    """Play one mini-batch. Raises PlanError if a fixed order deadlocks.
+    """Simulate one mini-batch. Raises PlanError if a fixed order deadlocks.
 
-    "varuna" plays the rules above; "gpipe" and "1f1b" play their fixed orders. ``compute_slots``: the number of tasks
+    "varuna" applies the rules above; "gpipe" and "1f1b" have fixed orders. ``compute_slots``: the number of tasks
     that can run at once over all replicas; None: each worker has its own device. With fewer slots than workers, the
     orders planned for own devices are executed. ``keep_times``: also return the start of each task (implies
     ``keep_orders``).
@@ -81,7 +81,7 @@ def run_pipeline(
 
 
 def _order_string(letters: npt.NDArray[np.uint8], jump: Ints) -> str:
-    """Return letters with the skipped periods; ``jump``: (a period's first letter, one past it, times skipped)."""
+    """Return an order with skipped periods put back; ``jump``: a period's first letter, one past it, times skipped."""
     text = letters.tobytes().decode("ascii")
     begin, end, repeats = (int(value) for value in jump)
     return text[:end] + text[begin:end] * repeats + text[end:] if repeats else text

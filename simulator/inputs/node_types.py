@@ -14,24 +14,10 @@ def of_node_type(profile: Profile, name: str | None) -> Profile:
     """Return the profile with a node type's times, links and contention; None: unchanged; PlanError: no such type."""
     if name is None:
         return profile
-    node_type = next((entry for entry in profile.node_types if entry.name == name), None)
-    if node_type is None:
+    if all(entry.name != name for entry in profile.node_types):
         known = ", ".join(entry.name for entry in profile.node_types) or "none: this profile has one type of node only"
         raise PlanError("was not measured", field="node_type", value=name, allowed=known)
-    times = zip(profile.sections, node_type.forward, node_type.backward, node_type.optimizer_step, strict=True)
-    sections = tuple(
-        section.model_copy(update={"forward": forward, "backward": backward, "optimizer_step": optimizer_step})
-        for section, forward, backward, optimizer_step in times
-    )
-    return profile.model_copy(
-        update={
-            "environment": node_type.environment,
-            "sections": sections,
-            "intra_node": node_type.intra_node or profile.intra_node,
-            "inter_node": node_type.inter_node or profile.inter_node,
-            "contention": node_type.contention,
-        }
-    )
+    return profile.for_node_type(name)
 
 
 def of_pool_type(profile: Profile, name: str) -> Profile:

@@ -62,7 +62,11 @@ def shape_lines(profile: Profile, simulation: Simulation) -> list[str]:
         f"mini-batch (lower bound for these stages: {time_text(expected.lower_bound_s)})",
         *([_jitter_line(simulation.jitter)] if simulation.jitter else []),
         *(
-            _kind_lines(simulation)
+            [
+                f"{counted(kind.outcome.shape[1], 'pipeline')} of {counted(kind.outcome.shape[0], 'stage')}"
+                f"{_types_text(kind.type_of_stage)}: {_shares_text(kind.outcome.counts)} micro-batches each"
+                for kind in simulation.kinds
+            ]
             if len(simulation.kinds) > 1 or len(set(simulation.kinds[0].type_of_stage)) > 1
             else []
         ),
@@ -82,14 +86,6 @@ def _shares_text(counts: tuple[int, ...]) -> str:
     few, most = min(counts), max(counts)
     between = "or" if set(counts) == {few, most} else "to"
     return f"{few}" if few == most else f"{few} {between} {most}"
-
-
-def _kind_lines(simulation: Simulation) -> list[str]:
-    return [
-        f"{counted(kind.outcome.shape[1], 'pipeline')} of {counted(kind.outcome.shape[0], 'stage')}"
-        f"{_types_text(kind.type_of_stage)}: {_shares_text(kind.outcome.counts)} micro-batches each"
-        for kind in simulation.kinds
-    ]
 
 
 def _types_text(types: Sequence[str]) -> str:

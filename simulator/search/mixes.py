@@ -34,8 +34,8 @@ Group = tuple[int, int]
 Chosen = tuple[tuple[Group, int], ...]
 """The number of pipelines of each kind, in the order of the kinds."""
 _HOPE = 0.5
-"""How far the time of a depth that has not been simulated is assumed to be above its bound, as a share of the smaller
-excess (time over bound, minus 1) of the two nearest simulated depths."""
+"""The assumed excess (time over bound, minus 1) of a depth that has not been simulated, as a fraction of the smaller
+excess of the two nearest simulated depths."""
 _NEIGHBOUR_HOPE, _STEP = 0.85, 6
 """The same fraction for a depth between two simulated ones that are at most ``_STEP`` apart."""
 _ROUGHLY = 1.2
@@ -68,7 +68,7 @@ _CHANGES = 2
 @entry
 @compiled
 def _gains(time_ns, numbers, times_ns, total):  # type: ignore[no-untyped-def]
-    """Return the whole micro-batches of each kind in this time (ns): linear between known points and beyond them."""
+    """Return the whole micro-batches that each kind finishes in this time (ns), by linear inter- and extrapolation."""
     last, num_kinds = len(numbers) - 1, numbers.shape[1]
     found = np.zeros(num_kinds, np.int64)
     for kind in range(num_kinds):
@@ -88,7 +88,7 @@ def _number(time_ns, numbers, times_ns, at, kind):  # type: ignore[no-untyped-de
 @entry
 @compiled
 def _least_ns(numbers, times_ns, counts, total, low, high):  # type: ignore[no-untyped-def]
-    """Return the least time (ns) in which these pipelines finish all micro-batches, fractions counted."""
+    """Return the least time (ns) in which these pipelines finish all micro-batches, if fractions of them count."""
     last = len(numbers) - 1
     while high - low > _NEAR / 100 * high:
         middle, done = (low + high) / 2, 0.0
@@ -115,7 +115,7 @@ def knapsack(sizes, gains, most):  # type: ignore[no-untyped-def]
         for place in range(len(sizes)):
             size = sizes[place]
             if size > number:
-                break  # sizes grow
+                break  # sizes ascend
             gain = best[number - size] + gains[place]
             if gain > best[number]:
                 best[number], taken[number] = gain, place
@@ -137,7 +137,7 @@ class Mix:
 
     @property
     def workers(self) -> dict[int, int]:
-        """The number of workers on each type of node, by the place of the type."""
+        """The number of workers on each type of node, by the index of the type."""
         used: Counter[int] = Counter()
         for (kind, depth), counts in self.shares:
             used[kind] += depth * len(counts)
@@ -159,14 +159,14 @@ class Mixes:
         self.lines: dict[tuple[Group, int, frozenset[int]], PiecewiseLinear] = {}
 
     def best(self, gpus: tuple[int, ...], below_ns: float = math.inf) -> list[Mix]:
-        """Return the fastest mixes on these GPUs of each type, best first; none if none may be below ``below_ns``."""
+        """Return the fastest mixes on these GPUs of each type, best first; empty if none can be below ``below_ns``."""
         known = self._found.get(gpus)
         if known is None or (not known[1] and known[0] < below_ns):
             known = self._found[gpus] = below_ns, self._search(gpus, below_ns)
         return known[1]
 
     def search(self, gpus: tuple[int, ...]) -> Search:
-        """Return the search on these numbers of GPUs of each type, which keeps what it has learnt."""
+        """Return the search on these numbers of GPUs of each type; it is kept, with what it has simulated."""
         if gpus not in self._searches:
             self._searches[gpus] = Search(self, gpus)
         return self._searches[gpus]
@@ -178,7 +178,7 @@ class Mixes:
         return self._bounds[gpus]
 
     def _search(self, gpus: tuple[int, ...], below_ns: float) -> list[Mix]:
-        """Settle promising mixes with stages that are found quickly, then the best of them with the best stages."""
+        """Simulate promising mixes with stages that are found quickly, then the best of them with the best stages."""
         search = self.search(gpus)
         num_finals = _FINALS[search.is_tiny]
         rough = {
@@ -194,8 +194,8 @@ class Mixes:
         return sorted(mixes, key=lambda mix: (mix.mini_batch_ns, len(mix.shares), sum(mix.workers.values())))
 
     def exact(self, chosen: Chosen, below_ns: float, *, thorough: bool) -> Mix | None:
-        """Return these pipelines with the stages that suit them best, alone or together; None if they do not fit. Those
-        that alone take ``below_ns`` or longer are not cut together.
+        """Return these pipelines with the best stages, cut for each kind or for all together; None: they do not fit. If
+        they take ``below_ns`` or longer even without reductions, they are not cut together.
         """
         found = [
             (exact, (stages,) * len(chosen))
@@ -213,7 +213,7 @@ class Mixes:
     def _cut_together(
         self, chosen: Chosen, totals: tuple[int, ...], stages: tuple[Stages, ...], best_ns: int, *, thorough: bool
     ) -> tuple[int, tuple[int, ...], tuple[Stages, ...]]:
-        """Return the time, micro-batches and stages after the cuts were moved as long as that makes the mix faster.
+        """Move cuts as long as that makes the mix faster; return its time, micro-batches and stages.
 
         Each kind's boundaries are moved to those of another kind, because pipelines that are cut in the same places
         reduce in fewer rings; if ``thorough``, each boundary is also moved by a section.
@@ -255,7 +255,7 @@ class Mixes:
         return [cut for cut in found if cut != own]
 
     def settled(self, chosen: Chosen, stages: Stages, *, thorough: bool) -> tuple[int, tuple[int, ...]] | None:
-        """Return the time (ns) of these pipelines with the best micro-batches of each kind; None if they do not fit.
+        """Return the time (ns) with the best numbers of micro-batches by kind, and these; None: they do not fit.
 
         If not ``thorough``, micro-batches are moved only away from the kind that ends last.
         """
@@ -286,7 +286,7 @@ class Mixes:
         return None if best_ns >= NEVER else (best_ns, shares)
 
     def _shares(self, chosen: Mapping[Group, int], num_replicas: int) -> tuple[int, ...] | None:
-        """Return micro-batches of each kind that make the slowest pipeline fastest if none waits for others."""
+        """Return the numbers of micro-batches by kind with which the slowest pipeline, waiting for none, is fastest."""
         known: dict[Group, dict[int, int]] = {group: {} for group in chosen}
         most = {(kind, depth): self.types[kind].most(depth) for kind, depth in chosen}
         if sum(most[group] * number for group, number in chosen.items()) < self.total or min(most.values()) < 1:
@@ -387,7 +387,7 @@ class Mixes:
 
 
 def _growing(times_ns: Mapping[int, int]) -> dict[int, int]:
-    """Return the times, raised where different windows make a number of micro-batches as fast as a smaller one."""
+    """Return the times made strictly increasing: other windows can make more micro-batches as fast as fewer."""
     least, found = 0, {}
     for number in sorted(times_ns):
         least = found[number] = max(least + 1, times_ns[number])
@@ -407,7 +407,7 @@ def _shifted(chosen: Chosen, totals: tuple[int, ...], givers: Sequence[int]) -> 
 
 
 def least_time_ns(total: int, lines: Sequence[tuple[PiecewiseLinear, int]]) -> float:
-    """Return the least time (ns) in which these pipelines finish all micro-batches, fractions counted."""
+    """Return the least time (ns) in which these pipelines finish all micro-batches, if fractions of them count."""
     high = float(max(line.time_ns(total) for line, _ in lines))
     if high >= NEVER:
         return NEVER

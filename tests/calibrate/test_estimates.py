@@ -115,7 +115,6 @@ def test_each_device_has_its_own_times_links_and_memory(tiny: Profile) -> None:
     assert tiny.environment.device_memory_bytes == 81559 << 20
     assert t4.environment.device_memory_bytes == 15360 << 20
     assert tiny.intra_node.activation[1].time.median_s == pytest.approx(10e-6 + 2**30 / 450e9)
-    assert t4.intra_node is not None
     assert t4.intra_node.activation[1].time.median_s == pytest.approx(10e-6 + 2**30 / 15.75e9)
     assert tiny.inter_node == t4.inter_node
     assert tiny.inter_node.gradient[1].time.median_s == pytest.approx(20e-6 + 2**30 / 1e9)

@@ -15,7 +15,7 @@ from calibrate.computing import compute
 from calibrate.computing.sections import measure_benches
 from calibrate.computing.subject import load_subject
 from calibrate.links.network import NetworkMeasurement
-from calibrate.links.two_clocks import Exchange, compare, on_one_clock
+from calibrate.links.two_nodes import Exchange, compare, on_one_clock
 from calibrate.timing.clocks import CpuClock, clock_of, devices_of
 from calibrate.timing.samples import NUM_QUANTILES, Sampling, is_stable, sum_of, timing
 from calibrate.writing import measure

@@ -147,7 +147,6 @@ def test_a_named_pipe_in_place_of_a_file_counts_as_damage(tmp_path: Path) -> Non
     assert [found[version].state for version in (2, 4, 6)] == [State.WHOLE, State.DAMAGED, State.DAMAGED]
     assert "is not a regular file" in found[6].problem
     newest, passed_over = newest_whole(url)
-    assert newest is not None
     assert newest.version == 2
     assert len(passed_over) == 2
 
@@ -163,7 +162,6 @@ def test_a_link_out_of_a_checkpoint_is_not_followed(tmp_path: Path, linked: str)
     assert look.state is State.DAMAGED
     assert "symbolic link" in look.problem
     newest, _ = newest_whole(url, every_byte=True)
-    assert newest is not None
     assert newest.version == 2
 
 

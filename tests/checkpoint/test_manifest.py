@@ -257,7 +257,6 @@ def test_the_newest_is_taken_where_it_is_whole(local: str, every_byte: bool) -> 
     save(local, 2, 10, 9)
     Path(version_url(local, 11)).mkdir()
     manifest, told = newest_whole(local, every_byte=every_byte)
-    assert manifest is not None
     assert (manifest.version, told) == (10, ())
 
 
@@ -268,7 +267,6 @@ def test_damaged_versions_are_skipped_with_a_sentence_and_keep_every_byte(url: s
         damage(url, version)
     before = contents(url, 6)
     manifest, told = newest_whole(url)
-    assert manifest is not None
     assert manifest.version == 2
     assert len(told) == 2
     assert all("v0000000" in line and "version 2 is the newest whole version" in line for line in told)
@@ -295,11 +293,9 @@ def test_no_byte_of_any_file_can_be_flipped_or_lost_unnoticed(local: str) -> Non
         for damaged in (*flips, data[:-1], data[: len(data) // 2], b"", data + b"0"):
             file.write_bytes(damaged)
             found, newer = find_whole(local, every_byte=True)
-            assert found is not None
             assert (found.version, list(newer)) == (2, [4]), f"{file.name}: {damaged!r}"
         file.unlink()
         found, _ = find_whole(local, every_byte=True)
-        assert found is not None
         assert found.version == 2, file.name
         file.write_bytes(data)
     assert newest(local, every_byte=True) == 4
@@ -375,7 +371,6 @@ def test_a_version_deleted_while_it_is_examined_is_skipped(url: str, monkeypatch
 
     monkeypatch.setattr("morph.checkpoint.newest.read_manifest", deleting)
     manifest, told = newest_whole(url)
-    assert manifest is not None
     assert manifest.version == 2
     assert ["there is no such checkpoint" in told[0], "the file is missing" in told[1]] == [True, True]
     assert complete_versions(url) == (2,)

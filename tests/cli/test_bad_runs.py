@@ -297,7 +297,6 @@ def test_a_run_directory_is_refused_while_another_process_holds_it(given: Given)
         env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
     ) as holder:
         assert holder.stdin is not None
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         assert given.run_refused() == f"{given.run_dir}: is in use by process {holder.pid}"
         holder.stdin.close()

@@ -103,7 +103,6 @@ def test_a_signal_reaches_the_manager_and_is_the_end_even_if_the_manager_dies_of
     tmp_path: Path, number: signal.Signals
 ) -> None:
     with lives(tmp_path, "waits") as parent:
-        assert parent.stdout is not None
         assert parent.stdout.readline() == "waits\n"
         parent.send_signal(number)
         parent.communicate(timeout=BOUND_S)

@@ -222,7 +222,6 @@ def test_another_package_brings_a_market_of_its_own(
     (tmp_path / "cloud.yaml").write_text("num_craters: 7", encoding="utf-8")
     described["vms"]["kind"] = "moon"
     run = resolved(tmp_path, described)
-    assert run.cloud is not None
     assert (run.cloud.vms.market, run.cloud.most_devices, run.vm_kind.provider) == ("moon", 7, "moon")
     assert run.cloud.price() == Price(usd_per_h=3.0, source=str(tmp_path / "cloud.yaml"))
     provider = run.cloud.providing(RunName(run="r", job="j"), tmp_path).make_provider(START)
@@ -288,7 +287,6 @@ def test_the_example_for_azure_is_a_file_that_would_run(tmp_path: Path, monkeypa
     monkeypatch.setattr("manager.run.prepared.check_url", lambda *_: None)  # the tests do not depend on adlfs
     run = resolve(RunRequest(job=str(place), steps=1), place, load_job_file(place))
     assert isinstance(run.cluster.vms, AzureVms)
-    assert run.cloud is not None
     assert run.cloud.described.location == "westus2"
     # the image with Python 3.12: with that of 22.04 no VM would ever join
     assert run.cloud.described.image.split(":")[2] == "2404"
@@ -332,7 +330,6 @@ def test_the_example_for_slurm_is_one_and_its_check_asks_slurm_nothing(
         (tmp_path / "bin" / program).chmod(0o755)
     found = resolved(tmp_path, described)
     assert isinstance(found.cluster.vms, SlurmVms)
-    assert found.cloud is not None
     assert (found.cloud.most_devices, found.cloud.price()) == (1, None)
     assert not (tmp_path / "asked").exists()
     described["vms"] = {**vms, "address": "127.0.0.2"}

@@ -127,7 +127,6 @@ def test_a_run_resumes_on_another_machine_from_its_url_and_job(lost: Given, sess
     assert {plan.shape for plan in session.config.plans.values()} <= {"1x1", "1x2"}
     facts = read_facts(lost.run_dir)
     assert (facts.job, facts.checkpoint_url) == (lost.job, f"file://{lost.folder}/ckpt")
-    assert session.code is not None
     assert session.code.sha256 == facts.code_sha256
     assert load_profile(lost.run_dir / "recovered/profile.json") == lost.profile
     kept = load_cluster(lost.run_dir / "recovered/cluster.yaml")

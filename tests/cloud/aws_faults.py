@@ -16,14 +16,13 @@ from manager.controller.state.nodes import NodeState
 from manager.controller.state.state import Phase, initial_state
 from manager.notices.aws import ACTION_PATH, REBALANCE_PATH, AwsInterruptions, AwsMetadata, AwsRebalance
 from manager.providers.aws.provider import end_run
-from manager.providers.interface.cloud import Bounds
 from manager.providers.interface.provider import ProviderError
 from morph.contract.cluster import Limits
 from tests.cloud.fault_world import BOUND_S, KEEP, Cases, World, config
 from tests.cloud.notice_faults import VM, agent, until_draining
 from tests.notices.metadata_server import MetadataServer, Reply, json_reply, served
 from tests.providers.azure_world import Killed
-from tests.providers.fake_ec2 import NOTHING, FakeEc2, Fault
+from tests.providers.fake_ec2 import BOUNDS, NOTHING, FakeEc2, Fault
 
 CASES, ENDING_CASES, NOTICE_CASES = Cases(), Cases(), Cases()
 NAMES = ["tiny-1-0", "tiny-1-1"]
@@ -257,7 +256,7 @@ def taken_over(ec2: FakeEc2, directory: Path) -> list[str]:
 
 def reconcile(ec2: FakeEc2, run: str = "tiny-1", job: str = "tiny") -> list[str]:
     told: list[str] = []
-    options: dict[str, Any] = {"open_client": ec2.client, "bounds": Bounds(delete_s=30, poll_s=0.01)}
+    options: dict[str, Any] = {"pause": ec2.wait, "open_client": ec2.client, "bounds": BOUNDS}
     try:
         ended = end_run(ec2.spec, run, job, told.append, **options)
     except ProviderError as error:

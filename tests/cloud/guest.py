@@ -29,6 +29,7 @@ import yaml
 
 from manager.engine.local_vms.namespaces import enter
 from tests.cloud.units import Unit, UnitError, read_unit
+from tests.waiting import BOUND_S
 
 NEW_MOUNTS, NEW_NAME, NEW_IPC, NEW_PROCESSES = 0x20000, 0x4000000, 0x8000000, 0x20000000
 PR_SET_PDEATHSIG = 1
@@ -164,14 +165,14 @@ def _open_to_others(paths: Sequence[str]) -> None:
             subprocess.run(
                 ["mount", "--no-canonicalize", "--bind", f"/proc/self/fd/{handle}", str(path)],
                 check=True,
-                timeout=30,
+                timeout=BOUND_S,
                 pass_fds=[handle],
             )
             os.close(handle)
 
 
 def _run(*command: str) -> None:
-    subprocess.run(command, check=True, timeout=30)
+    subprocess.run(command, check=True, timeout=BOUND_S)
 
 
 def _first_boot(text: str, environment: dict[str, str]) -> NoReturn:

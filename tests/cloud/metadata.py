@@ -12,9 +12,9 @@ from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from manager.engine.local_vms.namespaces import enter
+from tests.waiting import BOUND_S
 
 ADDRESS = "169.254.169.254"
-BOUND_S = 60.0
 Fault = Literal["", "silent", "error", "slow", "no document", "not JSON"]
 
 
@@ -92,7 +92,7 @@ class MetadataService:
             status, kind, text = self._answer(handler.command, path, body)
         if self.fault and path.endswith("/scheduledevents"):
             self.num_faulty += 1
-            if self.fault == "silent" and self._over.wait(600):
+            if self.fault == "silent" and self._over.wait(4 * BOUND_S):
                 return
             if self.fault == "slow" and self._over.wait(self.slow_s):
                 return

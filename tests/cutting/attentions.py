@@ -25,7 +25,6 @@ def traced(exported: ExportedJob) -> list[tuple[Any, ...]]:
 
 def _told(node: Node) -> tuple[Any, ...]:
     arguments = node.normalized_arguments(nn.Module(), normalize_to_only_use_kwargs=True)
-    assert arguments is not None
     values = arguments.kwargs
     heads = [values[name].meta["val"].shape[1] for name in ("query", "key")]
     return values["attn_mask"] is not None, values["is_causal"], values["enable_gqa"], *heads

@@ -19,7 +19,7 @@ import torch
 from morph.contract.errors import JobError
 from morph.contract.messages import HandedCut
 from morph.cutting import cut
-from morph.cutting.cache import key
+from morph.cutting.cache import cut_job
 from morph.cutting.cache.artefact import CannotKeep
 from morph.cutting.cache.cut_job import CutJob, LoadedJob, load_and_cut
 from morph.cutting.exporting import export
@@ -354,8 +354,8 @@ def edited(path: Path) -> None:
         lambda user, patch: patch.setattr(torch, "__version__", "2.99"),
         lambda user, patch: patch.setattr("morph.__version__", "99"),
         lambda user, patch: patch.setattr("sys.version", "3.99"),
-        lambda user, patch: patch.setattr(key, "_own_code", lambda: "changed"),
-        lambda user, patch: patch.setattr(key, "_installed", lambda: "another package"),
+        lambda user, patch: patch.setattr(cut_job, "_own_code", lambda: "changed"),
+        lambda user, patch: patch.setattr(cut_job, "_installed", lambda: "another package"),
         lambda user, patch: patch.setattr(torch.cuda, "is_available", lambda: True),
     ],
     ids=["code", "data", "variable", "torch", "morph", "python", "own code", "packages", "device"],

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "manager"))
 from simulated_cluster import played
 
 from manager.dashboard.server import serving
+from tests.waiting import BOUND_S
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
-BROWSER_TIMEOUT_S = 100.0
 OFFLINE = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync",
     "--disable-background-networking", "--disable-component-update", "--disable-dev-shm-usage",
@@ -37,7 +37,7 @@ def looked_at(url: str, profile: Path, *options: str) -> str:
         [BROWSER, *OFFLINE, f"--user-data-dir={profile}", *options, url],
         capture_output=True,
         text=True,
-        timeout=BROWSER_TIMEOUT_S,
+        timeout=BOUND_S,
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -24,8 +24,7 @@ from manager.journal import journal as patience
 from manager.run_dir import PAGE
 from morph.contract.errors import RunDirError
 from tests.small_disk import small_disk
-
-TIMEOUT_S = 20.0
+from tests.waiting import BOUND_S
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +38,7 @@ def ask(address: PageAddress, path: str, method: str = "GET", **headers: str) ->
     """Send one request, with the token unless another is given."""
     place = urlsplit(address.url)
     assert place.hostname is not None
-    connection = http.client.HTTPConnection(place.hostname, place.port or 0, timeout=TIMEOUT_S)
+    connection = http.client.HTTPConnection(place.hostname, place.port or 0, timeout=BOUND_S)
     try:
         connection.request(method, path, headers={"Authorization": f"Bearer {address.token}", **headers})
         answer = connection.getresponse()

@@ -104,5 +104,4 @@ def test_the_guide_names_the_models_that_pass_and_those_that_do_not() -> None:
     text = GUIDE.read_text(encoding="utf-8")
     for names, beginning in ((APART, "These make the mask"), (MIXED, "These mix documents")):
         line = re.search(rf"^- {beginning}[^:]*: ([^.(]*)", text, re.MULTILINE)
-        assert line is not None
         assert line[1].strip().split(", ") == list(names)

@@ -258,7 +258,6 @@ class LinkContract:
             ends.pair.interrupts[member].abort()
             with pytest.raises(GenerationAborted):
                 reduction.finish()
-            assert reduction._thread is not None
             reduction._thread.join(BOUND_S)
             assert not reduction._thread.is_alive()
 

@@ -15,7 +15,7 @@ from morph.cutting.cuts.cut_model import ParameterUnit
 from morph.runtime.attendants.wire import Frame, send_frame
 from morph.runtime.device import staging
 from morph.runtime.device.staging import fill, moved, staging_of, to_host
-from morph.runtime.reshape.stream import receive_tensors, send_tensors
+from morph.runtime.reshape.moves import receive_tensors, send_tensors
 from morph.runtime.state import reduction as reducing
 from morph.runtime.state.accumulators import ExactAccumulator
 from morph.runtime.state.parts import Memory

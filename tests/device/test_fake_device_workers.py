@@ -265,7 +265,7 @@ def test_a_worker_that_can_open_nothing_is_reached_through_the_host(
     assert crew.digests() == reference
 
 
-def test_twenty_morphs_through_mailboxes_leave_no_threads_and_no_files_open(
+def test_many_morphs_through_mailboxes_leave_no_threads_and_no_files_open(
     crew: Crew, job: TinyJob, tmp_path: Path
 ) -> None:
     with_mailboxes(crew)

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from morph.contract.errors import GenerationAborted, PeerLost
 from morph.runtime.groups.channels import Pending
-from morph.runtime.reshape import stream
-from morph.runtime.reshape.stream import chunks, receive_tensors, send_tensors
+from morph.runtime.reshape import moves
+from morph.runtime.reshape.moves import chunks, receive_tensors, send_tensors
 from tests.device.device_tensors import placed, read
 from tests.device.fake_device import FakeDevice, only_device
 from tests.device.link_contract import BOUND_S, Pair
@@ -25,8 +25,8 @@ SMALL_CHUNK, SMALL_OWN = 1 << 10, 1 << 8
 
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "CHUNK_BYTES", SMALL_CHUNK)
-    monkeypatch.setattr(stream, "OWN_CHUNK_BYTES", SMALL_OWN)
+    monkeypatch.setattr(moves, "CHUNK_BYTES", SMALL_CHUNK)
+    monkeypatch.setattr(moves, "OWN_CHUNK_BYTES", SMALL_OWN)
 
 
 def state() -> dict[str, Tensor]:
@@ -53,10 +53,10 @@ def test_chunks_cover_the_stream_in_order_and_each_large_tensor_begins_one(sizes
     ends = [0, *(end for _, end in cut)]
     assert [begin for begin, _ in cut] == ends[:-1]
     assert ends[-1] == sum(sizes)
-    assert all(0 < end - begin <= stream.CHUNK_BYTES for begin, end in cut)
+    assert all(0 < end - begin <= moves.CHUNK_BYTES for begin, end in cut)
     starts = [sum(sizes[:index]) for index in range(len(sizes))]
     begun = {begin for begin, _ in cut}
-    assert all(start in begun for start, size in zip(starts, sizes, strict=True) if size >= stream.OWN_CHUNK_BYTES)
+    assert all(start in begun for start, size in zip(starts, sizes, strict=True) if size >= moves.OWN_CHUNK_BYTES)
 
 
 @pytest.mark.parametrize("sends_staged", [False, True])
@@ -112,8 +112,8 @@ def test_a_devices_state_is_never_whole_in_host_memory(pair: Pair) -> None:
     carrier, interrupt = Recording(done=False), pair.interrupts["a"]
     with only_device(FakeDevice()) as device, ThreadPoolExecutor(1) as pool:
         sending = pool.submit(send_tensors, {"param/large": placed(torch.randn(10_000))}, carrier, interrupt)
-        interrupt.wait_for(lambda: len(carrier.given) == 2 + stream.CHUNKS_UNDER_WAY, "the first chunks", BOUND_S)
-        assert device.num_copies == stream.CHUNKS_UNDER_WAY
+        interrupt.wait_for(lambda: len(carrier.given) == 2 + moves.CHUNKS_UNDER_WAY, "the first chunks", BOUND_S)
+        assert device.num_copies == moves.CHUNKS_UNDER_WAY
         interrupt.abort()
         with pytest.raises(GenerationAborted):
             sending.result(BOUND_S)
@@ -127,7 +127,7 @@ def broken(pair: Pair) -> Iterator[Pair]:
 
 
 def test_a_sender_that_goes_in_the_middle_is_lost(broken: Pair) -> None:
-    header, _ = stream.layout(state())
+    header, _ = moves.layout(state())
     with ThreadPoolExecutor(1) as pool:
         receiving = pool.submit(receive_tensors, broken.channel("b"), CPU)
         for part in (torch.tensor([len(header)]), torch.frombuffer(bytearray(header), dtype=torch.uint8)):

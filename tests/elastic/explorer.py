@@ -292,7 +292,6 @@ class Explorer:
         state = self._states[world.states[me]]
         if state.ring is None or state.phase != "running":
             self._broken(f"{me} applies a step outside of a ring")
-        assert state.ring is not None
         applied = (*world.applied[me], state.ring.ballot)
         return world._replace(applied=(*world.applied[:me], applied, *world.applied[me + 1 :]))
 

@@ -117,7 +117,6 @@ def two_and_a_joiner(start: Callable[..., Job], **environment: str) -> tuple[Job
     job = start("--workers", "2", **secret)
     job.until(lambda: len(list(job.folder.glob("begun-*"))) == 2, "its founders have begun: this one is none of them")
     where = re.search(r"workers can join at (\S+)", job.log)
-    assert where is not None
     # the first of these addresses is that of a worker that is gone
     return job, start("--join", f"127.0.0.1:1,{where[1]}", IS_JOINER="1", **{**secret, "INIT_SEED": "6"})
 
@@ -210,7 +209,6 @@ def test_a_worker_that_does_not_know_the_secret_is_not_let_in(start: Callable[..
     job = start("--workers", "2", FAULTS=json.dumps({"3": {"await": []}}), MORPH_ELASTIC_SECRET="right")
     job.until(lambda: "workers can join at" in job.log, "the job begins")
     where = re.search(r"workers can join at (\S+)", job.log)
-    assert where is not None
     stranger = start("--join", where[1], MORPH_ELASTIC_SECRET="wrong", IS_JOINER="1")
     stranger.until(lambda: stranger.workers, "it starts")
     (job.folder / "joiner").touch()

@@ -14,14 +14,14 @@ from typer.testing import CliRunner
 
 from morph.cli.main import app
 from morph.contract.errors import InputError
-from morph.elastic import catch_up as catch_up_module
+from morph.elastic import participation
 from morph.elastic import state as state_module
-from morph.elastic.catch_up import SNAPSHOT, STEP, CatchUpLog
 from morph.elastic.codec import Address, decode, encode
 from morph.elastic.consensus.member import founder, initiate
 from morph.elastic.consensus.messages import Accept, Ballot, Excluded, Reconcile, Restart, Ring, Send, Stop
 from morph.elastic.mini_batches import batches
 from morph.elastic.optimizer import Optimizer
+from morph.elastic.participation import SNAPSHOT, STEP, CatchUpLog
 from morph.elastic.shelf import Shelf
 from morph.elastic.state import TrainingState
 from morph.elastic.sums import BUCKET_BYTES, Accumulation, Kind, MemberSums, buckets_of
@@ -195,7 +195,7 @@ def test_a_follower_of_a_members_steps_has_its_state_bit_for_bit() -> None:
 
 
 def test_steps_that_outgrow_the_state_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(catch_up_module, "LEAST_BOUND_BYTES", 0)
+    monkeypatch.setattr(participation, "LEAST_BOUND_BYTES", 0)
     one, shelf = trained(0, 3), Shelf()
     catch_up_log = CatchUpLog(shelf)
     for _ in range(30):

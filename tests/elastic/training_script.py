@@ -31,7 +31,7 @@ from morph.elastic.peers import Incoming
 FAULTS: dict[str, dict[str, list[int]]] = json.loads(os.environ.get("FAULTS", "{}"))
 FOLDER = Path(os.environ["FOLDER"])
 NUM_STEPS = int(os.environ.get("NUM_STEPS", "12"))
-WAIT_S = 150.0
+WAIT_S = 150.0 * float(os.environ.get("MORPH_TEST_PATIENCE", "1"))
 SLOW_FROM, SLOW_STEPS = (int(part) for part in os.environ.get("SLOW", "0,0").split(","))
 """Steps whose compute takes ``SLOW_S`` longer."""
 JOINED_FROM = int(os.environ.get("JOINED_FROM", "1000000"))

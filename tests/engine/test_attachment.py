@@ -91,7 +91,6 @@ def write_journal(run_dir: RunDir, generation: int = 0) -> None:
 def test_a_run_that_lives_is_found_with_the_state_of_its_journal(run_dir: RunDir, host: Host) -> None:
     write_journal(run_dir)
     found = find_living(run_dir, COMMAND)
-    assert found is not None
     assert found.vms == ("vm0",)
     assert set(found.state.workers) == {"vm0"}
     assert found.appeared == {"vm0"}

@@ -25,7 +25,6 @@ def found(url: str, at_most: int | None = None) -> Event:
     store.find(at_most)
     stamped = events.get(100.0)
     store.close()
-    assert stamped is not None
     assert isinstance(stamped.item, CheckpointFound | CheckpointNotFound)
     return stamped.item
 
@@ -51,7 +50,6 @@ def test_a_place_that_another_manager_has_taken_is_left_as_it_is(tmp_path: Path)
     store.mark(Best(version=2, metric="loss", value=1.0))
     stamped = events.get(100.0)
     store.close()
-    assert stamped is not None
     assert isinstance(stamped.item, Fact)
     assert "were taken over by the run in" in stamped.item.detail
     assert best_version(url) is None

@@ -37,7 +37,6 @@ def visitor(listener: socket.socket) -> socket.socket:
 
 def let_in(control_socket: ControlSocket) -> None:
     manager = control_socket.next()
-    assert manager is not None
     manager.close()
 
 
@@ -130,7 +129,6 @@ def test_the_end_of_a_host_is_reported_at_once(listener: socket.socket, tmp_path
     connection = visitor(listener)
     line = HostLine(connection, tmp_path)
     host = control_socket.next()
-    assert host is not None
     host.close()
     with pytest.raises(ClusterError, match="ended"):
         line.receive("anything", BOUND_S)

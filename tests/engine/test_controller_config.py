@@ -79,7 +79,6 @@ def test_several_types_have_a_plan_for_every_pool_and_times_of_their_own() -> No
     assert (config.expected_nodes, [offer.node_type for offer in config.offers]) == (4, ["t4", "v100"])
     assert config.type_compute_s["t4"] == pytest.approx([2.5 * each for each in config.type_compute_s["v100"]])
     whole = config.best_plan(Pool.parse("t4=2,v100=2"))
-    assert whole is not None
     assert whole.expected.examples_per_s >= config.speed_on(Pool.parse("v100=2")) > config.speed_on(Pool.parse("t4=2"))
     assert all(plan.pool.types and "" not in plan.pool.types for plan in config.plans.values())
     assert ControllerConfig.model_validate_json(config.model_dump_json()) == config

@@ -40,7 +40,6 @@ class Drivers:
         self.write(write(told))
 
     def write(self, line: bytes) -> None:
-        assert self._connection is not None
         self._connection.sendall(line)
 
     def order(self) -> Start | Kill:

@@ -42,10 +42,9 @@ class Run:
         self.manager = subprocess.Popen(
             [sys.executable, "-c", MANAGER], env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        ending.callback(self.manager.wait, 20)
+        ending.callback(self.manager.wait, BOUND_S)
         ending.callback(self.manager.kill)
         assert self.manager.stdout is not None
-        assert self.manager.stdin is not None
         ending.callback(self.manager.stdin.close)  # this ends the owner
         ending.callback(self.manager.stdout.close)
         folder, owner = self.manager.stdout.readline().split()
@@ -56,7 +55,7 @@ class Run:
         for process in processes:
             process.send_signal(signal.SIGKILL)
         self.manager.wait(BOUND_S)
-        assert wait_gone(processes, 20) == []
+        assert wait_gone(processes, BOUND_S) == []
 
 
 @pytest.fixture

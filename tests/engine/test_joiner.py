@@ -117,6 +117,5 @@ def test_it_looks_by_itself_until_it_is_closed() -> None:
     world.nodes = {"a": "10.0.0.5"}
     world.joiner.start()
     found = world.event_queue.get(100.0)
-    assert found is not None
     assert found.item == NodeAppeared(node="a", request="job-1")
     world.joiner.close()

@@ -119,7 +119,6 @@ def notices(_: Path) -> Iterator[Scene]:
         told = event_queue.get(BOUND_S)
         agent.close()
         thread.join(BOUND_S)
-        assert told is not None
         assert told.item == Fact(name="notice_trouble", worker="n1", detail="fake: silent")
 
     yield Scene((server.host, server.port), come)
@@ -201,10 +200,8 @@ def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Scene]:
 def crowd(address: tuple[str, int], number: int = NUM_PENDING, said: bytes = b"") -> Iterator[None]:
     arguments = [sys.executable, "-c", CROWD, address[0], str(address[1]), str(number), said.hex()]
     with subprocess.Popen(arguments, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
-        assert process.stdout is not None
         assert process.stdout.readline() == b"there\n"
         yield
-        assert process.stdin is not None
         process.stdin.close()
         process.wait(BOUND_S)
 

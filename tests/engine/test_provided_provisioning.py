@@ -289,7 +289,6 @@ def test_a_vm_given_up_before_a_late_adoption_is_not_adopted() -> None:
     assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []
     answer, end = book.answer(action, Granted(vms), [])
     assert answer == NodesGranted(request="job-1", nodes=("job-1-1",))
-    assert end is not None
     assert end.vms == ("job-1-0",)
     assert book.adopt(vms, frozenset(["job-1-0"]), ["job-1"]) == []  # its end is under way
     book.ended(end)  # without success
@@ -309,7 +308,6 @@ def test_a_vm_that_is_made_anew_for_workers_that_were_lost_is_ended() -> None:
     book.ask(action)
     answer, end = book.answer(action, Granted(vms), [])
     assert answer == NodesGranted(request="job-1", nodes=("job-1-1",))
-    assert end is not None
     assert end.vms == ("job-1-0",)
 
 

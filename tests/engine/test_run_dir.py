@@ -6,6 +6,7 @@ import socket
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -84,7 +85,6 @@ def test_a_directory_that_another_process_holds_is_refused_with_its_number(tmp_p
     )
     try:
         assert holder.stdin is not None
-        assert holder.stdout is not None
         assert holder.stdout.readline() == "held\n"
         with pytest.raises(RunDirError, match=f"is in use by process {holder.pid}"), RunDir(tmp_path / "run", FACTS):
             pass
@@ -144,15 +144,21 @@ def test_a_file_in_place_of_the_directory_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_that_is_not_writable_is_refused(tmp_path: Path) -> None:
+def test_a_directory_that_is_not_writable_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "run"
-    path.mkdir()
-    path.chmod(0o500)
-    with pytest.raises(RunDirError, match="is not writable"), RunDir(path, FACTS):
-        pass
-    with pytest.raises(RunDirError, match="cannot be made"), RunDir(path / "below", FACTS):
-        pass
-    path.chmod(0o000)
+    path.mkdir(mode=0o500)
+    with monkeypatch.context() as of_another_user:
+        of_another_user.setattr(Path, "chmod", Mock(side_effect=PermissionError))
+        with pytest.raises(RunDirError, match="is not writable"), RunDir(path, FACTS):
+            pass
+        with pytest.raises(RunDirError, match="cannot be made"), RunDir(path / "below", FACTS):
+            pass
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read anything")
+def test_a_directory_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "run"
+    path.mkdir(mode=0o000)
     try:
         with pytest.raises(RunDirError, match="cannot be read"), RunDir(path, FACTS):
             pass

@@ -48,7 +48,6 @@ def event_queue(monkeypatch: pytest.MonkeyPatch) -> EventQueue:
 
 def told(event_queue: EventQueue) -> str:
     stamped = event_queue.get(BOUND_S)
-    assert stamped is not None
     assert isinstance(stamped.item, Fact)
     return stamped.item.name
 
@@ -78,7 +77,6 @@ def test_a_store_that_cannot_be_restarted_ends_the_session(
     monkeypatch.setattr(store_watch, "RETRY_S", 0.0)
     watch = StoreWatch(FakeStore(dead, num_failures=10**9), event_queue)
     watch.check()
-    assert watch._starting is not None
     watch._starting.join(BOUND_S)  # not closed earlier, because that ends its attempts
     watch.close()
     with pytest.raises(

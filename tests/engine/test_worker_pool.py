@@ -16,6 +16,7 @@ from manager.controller.state.events import (
 from manager.engine.loop import silence, worker_pool
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.worker_pool import CALL_TIMEOUT_S, STUCK_TIMEOUT_S, WorkerPool
+from manager.host.ports import RAY_SETTINGS
 from manager.journal.records import Fact
 from morph.contract.base import Value
 from morph.contract.messages import Aborted, Heartbeat, Probed, ProbeOrder, StepOrder, UnitWritten, WorkerReady
@@ -255,6 +256,7 @@ def test_a_worker_that_never_calls_is_lost(scene: Scene, clock: list[float]) -> 
     scene.pool.watch()
     assert "did not call" in scene.lost()
     assert scene.launcher.killed == ["vm0"]
+    assert 2 * float(RAY_SETTINGS["RAY_worker_register_timeout_seconds"]) <= CALL_TIMEOUT_S, "Ray may start it twice"
 
 
 def test_a_worker_whose_process_ends_before_it_called_is_lost(scene: Scene) -> None:

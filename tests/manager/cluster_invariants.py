@@ -77,7 +77,6 @@ def check_versions(cluster: SimulatedCluster, before: ControllerState, event: Ev
 
 def check_counted(cluster: SimulatedCluster, before: ControllerState) -> None:
     """Check that, in the decided step, each section and micro-batch contributed to exactly one sum."""
-    assert before.reshape is not None
     whole = (1 << before.reshape.plan.num_micro_batches) - 1
     total: dict[UnitSection, int] = {}
     for slot in before.slots:

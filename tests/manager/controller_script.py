@@ -64,7 +64,6 @@ class Script:
     def wake(self) -> tuple[Action, ...]:
         """Let time pass until a tick finds something to do; one after a wait that ended early only sets the next."""
         for _ in range(5):
-            assert self.last is not None
             assert self.last.wake_at_s is not None
             wake_at_s = self.last.wake_at_s
             assert decide(self.state, Tick(), wake_at_s - 0.001).actions == ()
@@ -75,12 +74,10 @@ class Script:
 
     @property
     def code(self) -> str:
-        assert self.last is not None
         return self.last.reason.code
 
     @property
     def sentence(self) -> str:
-        assert self.last is not None
         return self.last.reason.sentence
 
     @property
@@ -175,6 +172,14 @@ def unit_written(worker: str, version: int, unit: str) -> UnitWritten:
 
 def receivers(actions: Sequence[Action], kind: type[SendReshape] | type[SendStep] | type[SendCommit]) -> list[str]:
     return sorted(action.worker for action in actions if isinstance(action, kind))
+
+
+def formed(num_workers: int, **fields: object) -> Script:
+    """Return a script in which workers n1, n2, ... have formed a shape, and have their first orders."""
+    script = Script(**fields)
+    script.ready(*(f"n{number + 1}" for number in range(num_workers)))
+    script.reshaped()
+    return script
 
 
 def script_in(phase: Phase) -> Script:

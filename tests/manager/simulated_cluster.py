@@ -426,7 +426,6 @@ class SimulatedCluster(World):
                 worker.slow = False
             elif self.random.random() < self.faults.slow / 10:
                 worker.slow = not worker.slow
-            assert self.state.plan is not None
             stage = self.state.plan.stages[slot.stage]
             took_s = (SLOW if worker.slow else 1.0) * len(stage.sections) / SPEEDS[stage.node_type]
             samples_s = tuple(took_s * self.between(0.97, 1.03) for _ in range(4))
@@ -508,7 +507,6 @@ class SimulatedCluster(World):
     def fail(self, name: str, error: str) -> None:
         """Let a worker's present order fail for good."""
         worker = self.workers[name]
-        assert worker.order is not None
         generation = worker.order.order.generation
         worker.order, worker.token = None, worker.token + 1
         self.emit(WorkerAnswered(worker=name, answer=Failed(worker=name, generation=generation, error=error)))

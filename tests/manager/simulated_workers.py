@@ -409,7 +409,6 @@ class SimulatedFollowing:
     def share(self, name: str, step: int) -> bool:
         """Send a prepared step's gradients to the follower, if it has caught up; return whether it has them."""
         shape = self.workers[name].shape
-        assert shape is not None
         follow = next((follow for follow in shape.follows if follow.worker == name), None)
         if follow is None or not follow.units:
             return False
@@ -428,7 +427,6 @@ class SimulatedFollowing:
     def copies(self, name: str, step: int) -> list[PartialSum]:
         """Return copies of others' sums when a worker gives up a step: whole groups of micro-batches, or none."""
         shape, found = self.workers[name].shape, list[PartialSum]()
-        assert shape is not None
         every = shape.copy_sums_every
         for follow in shape.follows if every else ():
             found += self._copy_of(follow, step, every) if follow.follower == name else ()
@@ -665,7 +663,6 @@ class SimulatedWorkers:
         if isinstance(action, SendStep):
             self.pre_copy.begin_step(name, version)
             shape = worker.shape
-            assert shape is not None
             slot = next(slot for slot in shape.slots if slot.worker == name)
             first = version == shape.version and order.attempt == 0
             if not worker.sums.begin(StepStart(SUMMED, shape, first=first), slot, version):
@@ -796,7 +793,6 @@ class SimulatedWorkers:
         if size is None:
             return None if version % EVALUATED_EVERY or not version else evaluation_of(version)
         shape = worker.shape
-        assert shape is not None
         mine = next((slot for slot in shape.slots if self.all[slot.worker] is worker), None)
         is_last = mine is not None and shape.plan.is_last(mine.stage)
         return evaluation_of(version, sums=True) if is_last and size.is_due(version) else None

@@ -223,12 +223,10 @@ def test_each_vm_has_its_own_price_from_its_creation_on() -> None:
     dollars = 0.3 * 3660 / 3600 + 1.4 * 300 / 3600
     assert account.total_s == 3660 + 300 + 3600
     bill, at_two = account.bill(), account.bill(Prices(paid_usd_per_h=2.0))
-    assert bill is not None
     assert at_two is not None
     assert bill.total_usd == pytest.approx(dollars + 1.4, rel=1e-12), "the one without a price is as dear as any"
     assert at_two.total_usd == pytest.approx(dollars + 2.0, rel=1e-12)
     all_at_two = account.bill(Prices(paid_usd_per_h=2.0, for_all=True))
-    assert all_at_two is not None
     assert all_at_two.total_usd == pytest.approx(2.0 * 7560 / 3600, rel=1e-12)
     assert bill.part_usd(TimeUse.WARMING) == pytest.approx(0.3 * 260 / 3600 + 1.4 * 300 / 3600 + 1.4, rel=1e-12)
     assert sum(bill.parts.values()) == bill.total
@@ -248,7 +246,6 @@ def test_a_late_grant_books_what_was_paid_before(ready_first: bool) -> None:
     assert account.total.unpriced_ns == late_s * NS_PER_S * SHARES, "and nobody knew that two share the VM"
     assert account.total.cost * 2 == (120 - late_s) * nano_usd(3.6) * NS_PER_S * SHARES
     bill, on_demand = account.bill(), account.on_demand_usd(Prices(on_demand_usd_per_h=36.0))
-    assert bill is not None
     assert bill.total_usd == pytest.approx((60 + late_s / 2) * 3.6 / 3600, rel=1e-12), "two nodes cost one VM"
     assert on_demand == pytest.approx((60 + late_s / 2) * 36 / 3600, rel=1e-12)
     assert sum(account.parts.values(), NOTHING) == account.total
@@ -264,7 +261,6 @@ def test_a_vm_priced_when_it_appears_costs_from_its_creation_on() -> None:
     account = booked([*timed, (80.0, granted), (90.0, Tick())], target_nodes=2).account()
     assert (account.total_s, account.total.unpriced_ns) == (120.0, 0)
     bill = account.bill()
-    assert bill is not None
     assert bill.total_usd == pytest.approx(60 * 3.6 / 3600, rel=1e-12)
     assert account.part_s(TimeUse.WARMING) == 100.0
 
@@ -352,5 +348,4 @@ def test_a_journal_without_prices_is_read_as_before() -> None:
     account = booked([(0.0, Tick()), (10.0, old), (3610.0, Tick())], target_nodes=1).account()
     assert account.bill() is None
     bill = account.bill(Prices(paid_usd_per_h=0.5))
-    assert bill is not None
     assert bill.total_usd == 0.5

@@ -54,7 +54,6 @@ def until_ahead(script: Script) -> tuple[Action, ...]:
 
 def report(script: Script, worker: str, *, share: float = 1.0, error: str | None = None) -> tuple[Action, ...]:
     """Report that some units of a receiver have arrived, in the order of the moves."""
-    assert script.state.pre_copy is not None
     units = [move.unit for move in script.state.pre_copy.moves if move.receiver == worker]
     told = PreCopyReport(
         number=script.state.pre_copy.number, following=tuple(units[: round(share * len(units))]), error=error
@@ -63,7 +62,6 @@ def report(script: Script, worker: str, *, share: float = 1.0, error: str | None
 
 
 def all_receivers(script: Script) -> list[str]:
-    assert script.state.pre_copy is not None
     return list(dict.fromkeys(move.receiver for move in script.state.pre_copy.moves))
 
 
@@ -85,7 +83,6 @@ def test_a_newcomers_units_are_sent_ahead_while_the_next_step_runs() -> None:
         assert order.moves
         assert all(worker in (move.sender, move.receiver) for move in order.moves)
     pre_copy = script.state.pre_copy
-    assert pre_copy is not None
     for move in pre_copy.moves:
         assert move.unit in script.state.workers[move.sender].holds
         assert move.unit not in script.state.workers[move.receiver].holds
@@ -102,7 +99,6 @@ def test_the_change_is_formed_at_the_boundary_after_everything_has_arrived() -> 
     assert reshape_in(script.prepared()) is None
     report(script, first)
     order = reshape_in(script.prepared())
-    assert order is not None
     assert order.ahead == number
     assert order.version == script.state.version == 3
     assert {source.kind for source in order.sources} == {"keep", "ahead"}
@@ -137,7 +133,6 @@ def test_late_news_of_an_older_order_changes_nothing() -> None:
     script, _ = joining()
     script.tell(PreCopyReported(worker="n4", report=PreCopyReport(number=99, following=("s0",))))
     assert script.code == "ignored"
-    assert script.state.pre_copy is not None
     assert script.state.pre_copy.synced == {}
 
 
@@ -180,8 +175,6 @@ def test_another_newcomer_meanwhile_means_another_change_within_the_same_time() 
     script.ready("n5", "n6")
     script.prepared()
     after = script.state.pre_copy
-    assert before is not None
-    assert after is not None
     assert after.number > before.number
     assert len(after.slots) == 6
     assert after.until_s <= before.until_s
@@ -191,7 +184,6 @@ def test_a_noticed_member_drains_ahead_if_time_allows() -> None:
     script = script_with(4, **SLOW)
     script.tell(NoticeGiven(worker="n4", lead_s=20.0))
     assert reshape_in(until_ahead(script)) is None
-    assert script.state.pre_copy is not None
     assert "n4" not in {slot.worker for slot in script.state.pre_copy.slots}
     hurried = script_with(4, **SLOW)
     hurried.tell(NoticeGiven(worker="n4", lead_s=2.0))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from controller_script import Script, receivers
+from controller_script import Script, formed, receivers
 from simulated_job import MANIFEST, PLANS, RULES, SIZES, UNITS
 
 from manager.controller.state.actions import Action, EndWorker, SendReshape, SendStep
@@ -59,7 +59,6 @@ def until_ended(script: Script) -> float:
     """Let time pass until a worker is ended; return the seconds."""
     begun_s = script.now_s
     for _ in range(20):
-        assert script.last is not None
         assert script.last.wake_at_s is not None
         if any(isinstance(action, EndWorker) for action in script.tell(Tick(), at_s=script.last.wake_at_s)):
             return script.now_s - begun_s
@@ -83,7 +82,6 @@ def test_a_shape_may_move_all_its_state_over_a_slow_link() -> None:
     script.tell(WorkerLost(worker="n4", cause="killed"))
     script.aborted()
     assert script.state.phase is Phase.RESHAPING
-    assert script.state.reshape is not None
     lacked = script.state.reshape.lacked["n5"]
     assert {source.kind for source in lacked} == {"peer"}
     slowly_s = len(lacked) * 12 * GB / (LINK_BYTES_PER_S / 10)
@@ -133,13 +131,9 @@ def test_a_hung_worker_is_found_within_a_known_multiple_of_its_step() -> None:
 def test_small_jobs_get_the_floor_and_set_values_win() -> None:
     for limit_s, expected_s in ((None, FLOOR_S), (20.0, 20.0)):
         policy = POLICY.model_copy(update={"order_timeout_s": limit_s, "rules": RULES})
-        script = Script(policy=policy)
-        script.ready("n1", "n2", "n3", "n4")
-        script.reshaped()
+        script = formed(4, policy=policy)
         script.prepared("n1", "n2", "n3")
-        assert script.state.step.order is not None
         assert script.state.step.order.limit_s == expected_s
-        assert script.state.reshape is not None
         assert script.state.reshape.limit_s == expected_s
         assert until_ended(script) == pytest.approx(expected_s, abs=1.0)
 
@@ -156,12 +150,10 @@ def test_only_a_step_with_an_evaluation_has_time_for_it() -> None:
     script.reshaped()
     limits_s = []
     for _ in range(4):
-        assert script.state.step.order is not None
         limits_s.append(script.state.step.order.limit_s)
         script.prepared()
     assert limits_s[0] == limits_s[1] == limits_s[3]
     assert limits_s[2] == pytest.approx(limits_s[0] + HEADROOM * 10 * 2 * STEP_S)
-    assert script.state.reshape is not None
     assert script.state.reshape.limit_s >= max(limits_s)  # workers wait for one another as long as before
 
 
@@ -169,7 +161,6 @@ def test_slower_shapes_are_learned_and_failing_ones_get_more_time() -> None:
     script = training()
     limits_s = []
     for _ in range(MOST_DOUBLINGS + 2):
-        assert script.state.step.order is not None
         limits_s.append(script.state.step.order.limit_s)
         script.aborted()
         script.reshaped()

@@ -10,7 +10,7 @@ from functools import cache
 from typing import Any
 
 import pytest
-from controller_script import Script, changed, script_in
+from controller_script import Script, changed, formed, script_in
 from random_history import play, play_all
 from simulated_job import MANIFEST, PLANS, UNITS
 
@@ -188,9 +188,7 @@ def test_an_answer_of_every_kind_is_refused_from_a_stranger() -> None:
 
 
 def test_the_best_shape_is_chosen_once_when_a_planned_change_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
-    script = Script(plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2)
     script.ready("n3")
     script.prepared("n1")
     chosen: list[Phase] = []

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from controller_script import Script, changed, receivers, script_in
+from controller_script import Script, changed, formed, receivers, script_in
 from simulated_job import MANIFEST, PLANS, UNITS
 
 from manager.controller.shape.formation import GATHER_S
@@ -79,9 +79,7 @@ def test_a_jobs_error_is_retried_without_the_worker_that_raised_it() -> None:
 
 
 def test_without_enough_others_the_same_worker_tries_again() -> None:
-    script = Script(expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, expected_nodes=2)
     fail(script, "n2", "job")
     script.aborted()
     assert script.state.phase is Phase.RESHAPING
@@ -120,7 +118,6 @@ def test_an_error_during_the_last_save_ends_the_run_at_once() -> None:
     fail(script, "n2", "run")
     script.aborted()
     finish = fail(script, "n1", "job")[-1]
-    assert isinstance(finish, Finish)
     assert finish.outcome == "failed"
     assert "is not saved" in finish.sentence
 
@@ -159,14 +156,12 @@ def saved(script: Script) -> None:
 
 def test_after_fruitless_generations_the_holders_save_and_try_again() -> None:
     script = script_in(Phase.RESTING)
-    assert script.last is not None
     orders = [action for action in script.last.actions if isinstance(action, SendCommit)]
     assert {(action.order.version, action.order.held) for action in orders} == {(1, True)}
     written = [unit for action in orders for unit in action.order.checkpoint_units]
     assert sorted(written) == sorted(script.state.config.units)
     assert "training was interrupted 10 times in a row" in script.sentence
     saved(script)
-    assert script.state.saving.checkpoint is not None
     assert (script.state.phase, script.state.saving.checkpoint.version) == (Phase.RESTING, 1)
     began_s = script.now_s
     actions = script.wake()
@@ -203,7 +198,6 @@ def test_the_run_ends_when_the_users_limit_is_reached() -> None:
         actions = script.aborted()
     assert 0 <= script.now_s - began_s - limit_s <= PAUSES.most_s + 1
     (finish,) = actions
-    assert isinstance(finish, Finish)
     assert finish.outcome == "failed"
     assert "policy.give_up_after_s" in finish.sentence
     assert finish.sentence.endswith("version 1 is saved")
@@ -296,7 +290,6 @@ def test_a_setup_under_way_is_requested_again_with_its_full_time() -> None:
 def test_the_last_checkpoint_is_requested_again_from_workers_that_owe_units() -> None:
     script = script_in(Phase.COMMITTING)
     script.committed()
-    assert script.state.saving.pending is not None
     owing = set(script.state.saving.pending.writers.values())
     actions = script.tell(ManagerResumed(living=ALL))
     assert {action.worker for action in actions if isinstance(action, SendCommit)} == owing
@@ -343,7 +336,6 @@ def test_a_worker_that_prepared_an_aborted_step_reruns_nothing() -> None:
     victim = script.members[0]
     script.tell(WorkerLost(worker=victim, cause="killed"))
     order = next(action.order for action in script.prepared() if isinstance(action, SendReshape))
-    assert order.salvage is not None
     assert order.salvage.remaining == ()
 
 
@@ -354,9 +346,7 @@ def lose_a_stage(script: Script) -> ReshapeOrder:
 
 
 def test_without_a_living_holder_everybody_goes_back_to_the_checkpoint() -> None:
-    script = Script()
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4)
     for _ in range(3):
         script.prepared()
     script.saved(3)
@@ -379,9 +369,7 @@ def test_without_a_checkpoint_everybody_goes_back_to_the_start() -> None:
 
 
 def test_lost_units_of_the_checkpointed_version_are_read_and_the_rest_kept() -> None:
-    script = Script(initial_version=5, initial_checkpoint=MANIFEST)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, initial_version=5, initial_checkpoint=MANIFEST)
     order = lose_a_stage(script)
     assert (order.version, script.code) == (5, "formed")
     assert {source.kind for source in order.sources} >= {"checkpoint", "keep"}
@@ -402,9 +390,7 @@ def test_a_failed_reshape_loses_nothing() -> None:
 
 def test_a_worker_that_is_left_over_serves_what_only_it_holds() -> None:
     plans = {2: PLANS[2], 3: PLANS[2], 6: PLANS[6]}
-    script = Script(plans=plans, expected_nodes=6)
-    script.ready("n1", "n2", "n3", "n4", "n5", "n6")
-    script.reshaped()
+    script = formed(6, plans=plans, expected_nodes=6)
     script.prepared()
     for worker in script.members[::2]:
         script.tell(WorkerLost(worker=worker, cause="killed"))
@@ -419,9 +405,7 @@ def test_a_worker_that_is_left_over_serves_what_only_it_holds() -> None:
 
 
 def test_below_the_minimum_survivors_save_what_they_hold_and_wait() -> None:
-    script = Script(plans={count: PLANS[count] for count in (4, 6)}, expected_nodes=4)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, plans={count: PLANS[count] for count in (4, 6)}, expected_nodes=4)
     script.prepared()
     script.tell(WorkerLost(worker="n1", cause="killed"))
     commits = [action.order for action in script.aborted() if isinstance(action, SendCommit)]
@@ -431,7 +415,6 @@ def test_below_the_minimum_survivors_save_what_they_hold_and_wait() -> None:
     script.wake()
     assert (script.state.phase, script.code) == (Phase.WAITING, "too_few_workers")
     script.saved(1)
-    assert script.state.saving.checkpoint is not None
     assert script.state.saving.checkpoint.version == 1
     assert script.state.phase is Phase.WAITING
     order = next(action.order for action in script.ready("n5") if isinstance(action, SendReshape))
@@ -459,7 +442,6 @@ def test_an_order_that_is_never_answered_costs_its_worker() -> None:
 def test_a_worker_that_does_not_give_up_its_order_is_given_up() -> None:
     script = script_in(Phase.ABORTING)
     script.aborted("n2", "n3")
-    assert script.last is not None
     assert script.last.wake_at_s is not None
     actions = script.tell(Tick(), at_s=script.last.wake_at_s)
     assert actions[0] == EndWorker(worker="n4")
@@ -478,7 +460,6 @@ def test_a_worker_that_never_gets_ready_is_given_up() -> None:
 
 def test_a_manifest_that_is_never_written_ends_the_run() -> None:
     (finish,) = script_in(Phase.SEALING).wake()
-    assert isinstance(finish, Finish)
     assert finish.outcome == "failed"
 
 
@@ -689,7 +670,6 @@ def test_costs_without_training_are_bounded() -> None:
     script = waiting(idle_vm_h=0.01)
     began_s = script.now_s
     assert ends(script.tell(Tick(), at_s=began_s + 30.0)) == []
-    assert script.last is not None
     assert script.last.wake_at_s is not None
     assert script.last.wake_at_s <= began_s + 36.1
     script.tell(NodeAppeared(node="n3"))  # from here on two VMs are paid for

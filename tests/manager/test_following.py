@@ -7,7 +7,7 @@ from functools import partial
 
 import pytest
 from cluster_invariants import INVARIANTS
-from controller_script import Script, changed
+from controller_script import Script, changed, formed
 from simulated_cluster import SimulatedCluster
 from simulated_job import SIZES, UNITS, make_config, make_plan
 from simulated_workers import Faults
@@ -201,10 +201,7 @@ def test_followers_make_fatal_losses_rarer() -> None:
 
 
 def test_a_follower_counts_once_it_has_a_decided_steps_gradients() -> None:
-    script = Script(plans={2: make_plan(2, 1), 3: make_plan(3, 1)}, expected_nodes=3)
-    script.ready("n1", "n2", "n3")
-    script.reshaped()
-    assert script.state.reshape is not None
+    script = formed(3, plans={2: make_plan(2, 1), 3: make_plan(3, 1)}, expected_nodes=3)
     follows = {follow.worker: follow for follow in script.state.reshape.follows}
     lost = script.members[0]
     mine, keeper = script.state.member_units[lost], follows[lost].follower
@@ -219,14 +216,11 @@ def test_a_follower_counts_once_it_has_a_decided_steps_gradients() -> None:
     script.tell(WorkerLost(worker=lost, cause="killed"))
     script.aborted()
     assert script.state.version == version
-    assert script.state.reshape is not None
     assert {source.kind for source in script.state.reshape.sources} <= {"keep", "peer"}
 
 
 def test_a_follower_that_misses_a_step_does_not_count() -> None:
-    script = Script(plans={2: make_plan(2, 1)}, expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans={2: make_plan(2, 1)}, expected_nodes=2)
     for followed in (True, False):
         for worker in script.busy:
             answer = script.prepared_answer(worker).model_copy(update={"followed": followed})
@@ -247,7 +241,6 @@ def test_auto_follows_only_while_that_pays() -> None:
     )
 
     def followed() -> bool:
-        assert script.state.reshape is not None
         return any(follow.units for follow in script.state.reshape.follows)
 
     def train_through_a_save(durable_s: float) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from controller_script import Script, receivers
+from controller_script import Script, formed, receivers
 from simulated_job import FILES, RULES
 
 from manager.controller.state.actions import Action, FindCheckpoint, Finish, NoteBadStep, SendReshape, SendStep
@@ -22,10 +22,7 @@ def script_with(**losses: object) -> Script:
     """Return a script with two workers that are about to train, and a checkpoint every three steps."""
     rules = RULES.model_copy(update={"losses": LossRules.model_validate({"back_steps": 4, **losses})})
     policy = Policy(checkpoint_every_steps=3, order_timeout_s=20.0, rules=rules)
-    script = Script(num_steps=20, expected_nodes=2, policy=policy)
-    script.ready("n1", "n2")
-    script.reshaped()
-    return script
+    return formed(2, num_steps=20, expected_nodes=2, policy=policy)
 
 
 def bad(script: Script) -> tuple[Action, ...]:
@@ -67,7 +64,6 @@ def test_a_bad_step_goes_back_over_steps_that_are_run_again() -> None:
     assert (script.state.version, script.state.phase) == (8, Phase.RESHAPING)
     assert script.state.decided == Decided(version=8, skipped=True, state_of=4)
     assert script.state.losses == LossTrend(num_bad=1)
-    assert script.state.reshape is not None
     assert {source.kind for source in script.state.reshape.sources} == {"keep"}
     orders = {action.worker: action.order for action in script.reshaped() if isinstance(action, SendStep)}
     assert [orders[worker].samples_of for worker in script.members] == [7, None]
@@ -89,7 +85,6 @@ def test_without_an_earlier_checkpoint_a_bad_step_restarts_the_run() -> None:
     script.tell(WorkerLost(worker="n2", cause="killed"))
     script.aborted()
     script.ready("n3")
-    assert script.state.saving.checkpoint is not None
     assert script.state.version == script.state.saving.checkpoint.version == 3
     script.reshaped()
     script.prepared()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from controller_script import Script, changed, receivers, script_in
+from controller_script import Script, changed, formed, receivers, script_in
 from simulated_job import PLANS, UNITS
 
 from manager.controller.shape.planned_changes import MARGIN, STEP_MARGIN
@@ -79,7 +79,7 @@ def test_a_member_under_a_long_notice_trains_while_time_allows() -> None:
 
 
 def test_one_change_takes_in_all_newcomers_of_a_notices_time() -> None:
-    script = training()
+    script = formed(4, num_steps=20)
     script.prepared()
     noticed(script, "n2", lead_s=60.0)
     assert receivers(script.prepared(), SendStep) == ["n1", "n2", "n3", "n4"]
@@ -94,9 +94,7 @@ def test_no_noticed_worker_stays_in_an_unmeasured_or_no_faster_shape() -> None:
     noticed(script, "n3", lead_s=60.0)
     script.reshaped()
     assert "n3" not in script.members
-    idle = Script(num_steps=20, plans={3: PLANS[3]}, expected_nodes=4)
-    idle.ready("n1", "n2", "n3", "n4")
-    idle.reshaped()
+    idle = formed(4, num_steps=20, plans={3: PLANS[3]}, expected_nodes=4)
     idle.prepared()
     member = idle.members[0]
     noticed(idle, member, lead_s=60.0)
@@ -124,9 +122,7 @@ def test_a_node_that_drains_is_given_no_place_after_a_loss_either() -> None:
 def test_an_indispensable_member_trains_on_and_is_saved_at_once() -> None:
     """It alone holds its stage; if a replica held the stage too, nothing would have to be saved."""
     for plan, num_saved in ((PLANS[2], len(UNITS)), (PLANS[4], 0)):
-        script = Script(plans={plan.num_workers: plan}, num_steps=20, expected_nodes=plan.num_workers)
-        script.ready(*(f"n{number + 1}" for number in range(plan.num_workers)))
-        script.reshaped()
+        script = formed(plan.num_workers, plans={plan.num_workers: plan}, num_steps=20, expected_nodes=plan.num_workers)
         saves = script.state.saving.save_times.model_copy(update={"since_s": script.now_s - 100})
         script.state = changed(script.state, save_times=saves)
         noticed(script, "n2", lead_s=30.0)
@@ -137,9 +133,7 @@ def test_an_indispensable_member_trains_on_and_is_saved_at_once() -> None:
 
 
 def test_a_notice_without_an_end_is_void_after_its_grace() -> None:
-    script = Script(num_steps=20)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, num_steps=20)
     noticed(script, "n2", lead_s=5.0)
     until_s = script.now_s + 5.0 + script.state.config.policy.rules.requests.notice_grace_s
     script.prepared()
@@ -185,19 +179,12 @@ def acknowledged(actions: Sequence[Action]) -> list[tuple[str, str]]:
     return [(action.worker, action.notice) for action in actions if isinstance(action, AcknowledgeNotice)]
 
 
-def training() -> Script:
-    script = Script(num_steps=20)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
-    return script
-
-
 def test_a_member_may_go_only_after_a_step_without_it() -> None:
-    script = training()
+    script = formed(4, num_steps=20)
     noticed(script, "n2")
     left_out = script.prepared()
-    formed = script.reshaped()
-    assert acknowledged([*left_out, *formed]) == []  # until then, others may still need what it holds
+    shaped = script.reshaped()
+    assert acknowledged([*left_out, *shaped]) == []  # until then, others may still need what it holds
     assert acknowledged(script.prepared()) == [("n2", "first")]
     assert "nothing of value is left on n2" in script.sentence
     assert acknowledged(script.prepared()) == []
@@ -229,7 +216,7 @@ def test_a_spare_stays_while_its_vm_has_an_unnoticed_member() -> None:
 
 
 def test_a_repeated_notice_is_acknowledged_again() -> None:
-    script = training()
+    script = formed(4, num_steps=20)
     script.ready("n5")
     noticed(script, "n5")
     again = NoticeGiven(worker="n5", lead_s=2.0, notice="first")  # its agent returned, and did not get the answer
@@ -238,7 +225,7 @@ def test_a_repeated_notice_is_acknowledged_again() -> None:
 
 
 def test_a_worker_that_still_writes_a_checkpoint_is_not_released() -> None:
-    script = training()
+    script = formed(4, num_steps=20)
     while script.state.saving.pending is None:
         script.prepared()
     pending = script.state.saving.pending
@@ -252,7 +239,7 @@ def test_a_worker_that_still_writes_a_checkpoint_is_not_released() -> None:
 
 
 def test_a_notice_that_is_withdrawn_is_not_acknowledged() -> None:
-    script = training()
+    script = formed(4, num_steps=20)
     noticed(script, "n2")
     script.tell(NoticeWithdrawn(worker="n2"))
     assert acknowledged([*script.prepared(), *script.prepared()]) == []
@@ -260,9 +247,7 @@ def test_a_notice_that_is_withdrawn_is_not_acknowledged() -> None:
 
 
 def test_a_holder_of_the_only_copy_is_not_released() -> None:
-    script = Script(plans={2: PLANS[2]}, num_steps=20, expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans={2: PLANS[2]}, num_steps=20, expected_nodes=2)
     noticed(script, "n2")
     script.tell(WorkerLost(worker="n1", cause="killed"))
     actions = script.aborted()
@@ -341,6 +326,6 @@ def test_a_notice_void_before_its_node_is_known_changes_nothing() -> None:
 
 
 def test_a_strangers_notice_is_ignored_when_nothing_is_requested() -> None:
-    script = training()
+    script = formed(4, num_steps=20)
     assert script.tell(NoticeGiven(worker="stranger", lead_s=30.0, notice="first")) == ()
     assert (script.code, script.state.provisioning.kept_notices) == ("ignored", {})

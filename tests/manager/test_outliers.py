@@ -6,7 +6,7 @@ import random
 import statistics
 
 import pytest
-from controller_script import Script, receivers
+from controller_script import Script, formed, receivers
 from simulated_job import PLANS, RULES, make_plan, make_unequal
 
 from manager.controller.fail_stutter import Expected, error_of_median, judge, usual
@@ -71,9 +71,7 @@ def test_random_differences_on_shared_cores_are_not_stutter() -> None:
 
 def trained(**fields: object) -> Script:
     """Return a script in which six workers have trained for a while, in three stages of two replicas."""
-    script = Script(expected_nodes=6, num_steps=1000, **fields)
-    script.ready("n1", "n2", "n3", "n4", "n5", "n6")
-    script.reshaped()
+    script = formed(6, expected_nodes=6, num_steps=1000, **fields)
     warmed_up(script)
     return script
 
@@ -126,9 +124,7 @@ def test_times_of_an_older_generation_and_of_strangers_are_ignored() -> None:
 
 
 def test_a_slow_member_stays_where_leaving_it_out_would_be_slower_still() -> None:
-    script = Script(plans={2: PLANS[2], 4: PLANS[4]}, num_steps=1000)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, plans={2: PLANS[2], 4: PLANS[4]}, num_steps=1000)
     warmed_up(script)
     for _ in range(RULES.stutter.windows):
         times(script, {"n3": SLOW})
@@ -181,9 +177,9 @@ def suspects(script: Script) -> list[str]:
 def unequal(slow: dict[str, float], *kinds: tuple[int, int, str]) -> Script:
     """Let these kinds of pipelines, of the only plan, report times longer than the profile's by these factors."""
     plan = make_unequal(*kinds)
-    script = Script(plans={plan.num_workers: plan}, expected_nodes=plan.num_workers, section_compute_s=(1.0,) * 6)
-    script.ready(*(f"n{number}" for number in range(1, plan.num_workers + 1)))
-    script.reshaped()
+    script = formed(
+        plan.num_workers, plans={plan.num_workers: plan}, expected_nodes=plan.num_workers, section_compute_s=(1.0,) * 6
+    )
     for _ in range(5):
         against_profile(script, slow)
     return script
@@ -193,7 +189,6 @@ def test_a_stage_of_only_one_unequal_pipeline_is_compared_with_the_profile() -> 
     script = unequal({"n5": SLOW}, (3, 1, ""), (2, 1, ""))
     assert suspects(script) == ["n5"]
     yardstick = script.state.workers["n5"].pace.yardstick
-    assert yardstick is not None
     assert (yardstick.first_section, yardstick.end_section, yardstick.healthy_s) == (3, 6, 3.0)
     assert suspects(unequal({}, (3, 1, ""), (2, 1, ""))) == []
 
@@ -202,9 +197,7 @@ def test_stages_of_the_same_sections_are_peers_whatever_pipeline_they_are_in() -
     """Three equal workers are compared with their median, although all of them are slower than the profile."""
     slow = dict.fromkeys(("n1", "n2", "n3", "n4"), SLOW) | {"n4": SLOW * SLOW}
     same = make_unequal((1, 2, ""), (1, 2, ""))
-    script = Script(plans={4: same}, expected_nodes=4)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, plans={4: same}, expected_nodes=4)
     for _ in range(5):
         times(script, slow)
     assert suspects(script) == ["n4"]
@@ -286,7 +279,6 @@ def test_good_probes_in_a_row_bring_a_worker_back() -> None:
 def test_a_probe_repeats_the_slow_stage_against_its_peers_time() -> None:
     script = trained()
     stage = next(slot.stage for slot in script.state.slots if slot.worker == "n3")
-    assert script.state.plan is not None
     sections = script.state.plan.stages[stage].sections
     script.ready("n7")
     for _ in range(RULES.stutter.windows):
@@ -305,7 +297,6 @@ def test_a_probe_that_did_not_run_is_repeated_and_not_counted() -> None:
     script = left_out()
     script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=None))
     probation = script.state.workers["n3"].probation
-    assert probation is not None
     assert (probation.num_failed, probation.num_passed, probation.requested_s) == (0, 0, None)
     for _ in range(RULES.stutter.max_probes - 1):
         script.tell(WorkerProbed(worker="n3", probe=probe(script), slowdown=None))

@@ -12,8 +12,7 @@ import pytest
 from simulated_job import SIZES, UNEQUAL, UNITS, make_plan, make_unequal
 
 from manager.controller.shape.overlap import largest_overlap
-from manager.controller.shape.placement import choose_sources, place, share_units
-from manager.controller.shape.spreading import spread
+from manager.controller.shape.placement import choose_sources, place, share_units, spread
 from manager.controller.state.config import units_by_stage
 from morph.contract.messages import Slot
 from morph.contract.vm_names import vm_of, workers_of

@@ -61,7 +61,6 @@ def test_the_interval_holds_the_true_end_in_about_its_stated_share_of_runs(share
 def test_dollars_grow_with_the_time_that_is_left() -> None:
     points = [(float(second), float(second)) for second in range(1, 31)]
     left = remaining(points, 30.0, 60, (1.0, 30.0))  # a dollar a second
-    assert left is not None
     assert (left.left_s, left.low_s, left.high_s) == pytest.approx((30, 30, 30))
     assert left.end_usd == pytest.approx((60, 60, 60))
     assert (left.text, left.dollars_text) == ("about 30 s left", "$30.0000 so far, about $60.0000 at the end")
@@ -70,8 +69,6 @@ def test_dollars_grow_with_the_time_that_is_left() -> None:
 def test_a_stall_makes_the_end_later_and_less_certain() -> None:
     points = history(1)[:300]
     before, after = (remaining(points, points[-1][0] + stall_s, NUM_STEPS) for stall_s in (0.0, 100.0))
-    assert before is not None
-    assert after is not None
     assert after.left_s > before.left_s
     assert after.high_s - after.low_s > before.high_s - before.low_s
 

@@ -365,7 +365,6 @@ def test_the_bound_is_the_best_of_unequal_pipelines() -> None:
                     low_s, high_s = (low_s, middle_s) if done >= 8 else (middle_s, high_s)
                 least_s = min(least_s, high_s)
         found = Bound(job).fastest(num)
-        assert found is not None
         assert found.step_s == pytest.approx(least_s)
         assert found.num_workers <= num
     deep = job.model_copy(update={"pipelines": {5: times[5]}, "plans": {5: plan_of(5, 1, 1.5)}})
@@ -400,7 +399,6 @@ def test_the_bound_is_met_where_equal_pipelines_are_the_best() -> None:
     plan = job.best_plan(12)
     assert plan is not None
     best = Bound(job).fastest(12)
-    assert best is not None
     assert 0.99 * plan.expected.mini_batch_s <= best.step_s <= plan.expected.mini_batch_s * (1 + 1e-9)
 
 

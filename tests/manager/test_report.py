@@ -246,7 +246,6 @@ def test_the_report_of_a_resumed_run_is_complete(tmp_path: Path) -> None:
     first.journal.close()
     assert read_report(tmp_path).outcome == "stopped"
     checkpoint = first.state.saving.checkpoint
-    assert checkpoint is not None
     again = JournalledCluster(
         1, tmp_path, Faults(), first.now_s + 100, initial_checkpoint=checkpoint, initial_version=checkpoint.version
     )

@@ -109,7 +109,17 @@ def test_the_page_shows_metrics_learning_rate_and_evaluations(run_dir: Path, tmp
     assert (marked.get_label(), list(marked.get_xdata()), marked.get_clip_on()) == ("best version", [8], False)
     legend = best.axes[-1].get_legend()
     assert legend is not None
-    assert [text.get_text() for text in legend.get_texts()] == ["of each step", "evaluation", "best version"]
+    assert [text.get_text() for text in legend.get_texts()] == [
+        "of each step",
+        "evaluation",
+        "best version",
+        "VMs were lost",
+    ]
+    (loss,) = report.morphs
+    assert [[span.get_x() for span in panel.patches] for panel in best.axes[:2]] == [
+        [loss.began_s - report.start_s],
+        [loss.version],
+    ]
     drawn = FigureCanvasAgg(best).get_renderer()
     best.draw(drawn)
     for panel in best.axes:
@@ -170,6 +180,7 @@ def test_several_runs_are_shown_side_by_side(run_dir: Path, tmp_path: Path) -> N
     for line in by_step.get_lines():
         assert list(line.get_xdata()) == list(range(1, 13))
         assert list(line.get_ydata()) == [1 / (1 + step) for step in range(12)]
+    assert [mark.get_offsets().tolist()[0][0] for mark in by_step.collections] == [report.morphs[0].version + 1] * 2
     spent = list(by_dollars.get_lines()[0].get_xdata())
     assert spent == sorted(spent)
     assert 0 < spent[-1] <= float(told["dollars"]) + 1e-3

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from controller_script import Script, receivers
+from controller_script import Script, formed, receivers
 from simulated_job import FILES
 
 from manager.controller.state.actions import Abort, Action, EndWorker, FindCheckpoint, Finish, SendReshape
@@ -31,9 +31,7 @@ def manifest(version: int) -> Manifest:
 @pytest.fixture
 def script() -> Script:
     """Return a script: all VMs are lost after step 7, with a checkpoint of version 6, which two new workers load."""
-    script = Script(num_steps=20, expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, num_steps=20, expected_nodes=2)
     for version in range(1, 7):
         script.prepared()
         if version in (3, 6):
@@ -92,7 +90,6 @@ def test_silent_storage_is_not_damage_and_is_retried_until_the_limit(script: Scr
     while script.state.phase is not Phase.ENDED:
         assert actions == (FindCheckpoint(doubted=6),)
         num_requested += 1
-        assert script.state.saving.checkpoint is not None
         assert script.state.saving.checkpoint.version == 6
         actions = script.tell(CheckpointNotFound(error="storage took longer than 600 s", damaged=False))
         assert "whether version 6 is whole is not known" in script.sentence
@@ -101,7 +98,6 @@ def test_silent_storage_is_not_damage_and_is_retried_until_the_limit(script: Scr
     limit_s = script.state.config.policy.give_up_after_s
     assert limit_s <= script.now_s - began_s <= limit_s + PAUSES.most_s + 10
     (finish,) = actions
-    assert isinstance(finish, Finish)
     assert finish.outcome == "failed"
     assert "policy.give_up_after_s" in finish.sentence
 
@@ -169,7 +165,6 @@ def test_a_worker_waiting_for_storage_is_aborted_and_not_ended(script: Script) -
 def test_storage_that_is_read_for_long_is_waited_for(script: Script) -> None:
     nobody_can_load(script)
     for _ in range(3):
-        assert script.last is not None
         assert script.last.wake_at_s is not None
         assert script.tell(Tick(), at_s=script.last.wake_at_s) == ()
         assert script.state.phase is Phase.RESTING
@@ -184,7 +179,6 @@ def test_a_new_manager_looks_again(script: Script) -> None:
 def test_a_stop_while_storage_is_read_ends_the_run_and_claims_nothing(script: Script) -> None:
     nobody_can_load(script)
     (finish,) = script.tell(StopRequested(reason="SIGINT"))
-    assert isinstance(finish, Finish)
     assert finish.outcome == "stopped"
     assert finish.sentence == f"SIGINT; n3 could not load version 6: {DAMAGED}"
 

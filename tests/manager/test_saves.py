@@ -7,7 +7,7 @@ import math
 from collections.abc import Sequence
 
 import pytest
-from controller_script import Script, changed
+from controller_script import Script, changed, formed
 from simulated_job import PLANS, UNITS, make_config
 
 from manager.controller.shape.risk import losses_per_vm_s, mean_s_to_fatal_loss
@@ -47,9 +47,7 @@ def training(size: int, **policy: object) -> Script:
     """Return the script of a job that trains on this many workers, and saves as often as costs least."""
     given = make_config().policy.model_copy(update={"checkpoint_every_steps": None, **policy})
     plans = {count: plan for count, plan in PLANS.items() if count <= size}
-    script = Script(plans=plans, num_steps=10**6, expected_nodes=size, policy=given, expected_losses=LOSSES)
-    script.ready(*(f"n{number + 1}" for number in range(size)))
-    script.reshaped()
+    script = formed(size, plans=plans, num_steps=10**6, expected_nodes=size, policy=given, expected_losses=LOSSES)
     assert script.state.phase is Phase.TRAINING
     return script
 
@@ -185,7 +183,6 @@ def test_the_interval_is_that_of_the_thesis_where_each_loss_is_fatal() -> None:
     )
     state = seen(training(2).state, stall_s=2.55, durable_s=20.0, step_s=4.6, allocation_s=132.0)
     config = state.config.model_copy(update={"expected_losses": once})
-    assert state.reshape is not None
     alone = state.reshape.model_copy(update={"slots": state.slots[:1]})
     state = changed(state, config=config, reshape=alone, setup_s=153.0)
     interval_s, why = cheapest_interval(state, 0.0)
@@ -225,7 +222,6 @@ def test_a_save_begins_at_the_boundary_nearest_to_its_due_time() -> None:
     script = training(2)
     script.state = seen(script.state, stall_s=0.01, durable_s=2.0, step_s=1.0)
     save = next_save(script.state, script.now_s)
-    assert save is not None
     assert save.kind == "insurance"
     first_s = script.state.saving.save_times.since_s
     assert first_s is not None
@@ -269,17 +265,14 @@ def test_what_a_save_took_is_measured() -> None:
 def test_a_users_interval_holds_unless_insurance_comes_sooner() -> None:
     state = seen(training(2, checkpoint_every_steps=10).state, stall_s=1e-6, durable_s=3.0, step_s=1.0)
     save = next_save(state, 0.0)
-    assert save is not None
     assert (save.kind, save.why) == ("periodic", "every 10 steps, as the cluster file says")
     both = state.config.policy.rules.checkpoints.model_copy(update={"insurance": True})
     rules = state.config.policy.rules.model_copy(update={"checkpoints": both})
     policy = state.config.policy.model_copy(update={"rules": rules})
     state = state.model_copy(update={"config": state.config.model_copy(update={"policy": policy})})
     sooner = next_save(state, 0.0)
-    assert sooner is not None
     assert sooner.kind == "insurance"
     costly = next_save(seen(state, stall_s=60.0), 0.0)
-    assert costly is not None
     assert costly.kind == "periodic"
 
 
@@ -309,7 +302,6 @@ def test_a_save_that_lost_its_writer_does_not_postpone_the_next() -> None:
     script = training(4)
     script.state = seen(script.state, stall_s=0.01, durable_s=1.0, step_s=1.0)
     save = script.state.saving.save_times.insurance
-    assert save is not None
     step_to(script, save.due_s + 0.6)
     assert script.state.saving.pending is not None
     since_s = script.state.saving.save_times.since_s
@@ -321,7 +313,6 @@ def test_a_save_that_lost_its_writer_does_not_postpone_the_next() -> None:
     script.reshaped()
     assert script.state.phase is Phase.TRAINING
     again = script.state.saving.save_times.insurance
-    assert again is not None
     assert again.due_s < script.now_s  # it is due as if it had never begun
 
 
@@ -359,7 +350,6 @@ def test_a_notice_causes_few_saves_the_last_as_late_as_possible() -> None:
     while script.now_s < taken_s - 1:
         if any(order.order.checkpoint_units for order in step_to(script, script.now_s + 1)):
             begun_s.append(script.now_s)
-            assert script.state.saving.pending is not None
             assert script.state.saving.pending.kind == "emergency"
             script.saved(script.state.saving.pending.version)
             script.state = seen(script.state, durable_s=2.0)
@@ -371,9 +361,7 @@ def test_a_notice_causes_few_saves_the_last_as_late_as_possible() -> None:
 
 def test_a_step_that_outlasts_a_notice_is_dissolved_for_a_change() -> None:
     given = make_config().policy.model_copy(update={"checkpoint_every_steps": None})
-    script = Script(plans={count: PLANS[count] for count in (2, 3)}, num_steps=100, expected_nodes=3, policy=given)
-    script.ready("n1", "n2", "n3")
-    script.reshaped()
+    script = formed(3, plans={count: PLANS[count] for count in (2, 3)}, num_steps=100, expected_nodes=3, policy=given)
     script.state = seen(script.state, step_s=60.0)
     script.tell(NoticeGiven(worker="n3", lead_s=30.0, notice="taken"))
     assert script.state.phase is Phase.ABORTING
@@ -386,9 +374,9 @@ def test_a_step_that_outlasts_a_notice_is_dissolved_for_a_change() -> None:
 def test_a_step_that_ends_in_time_is_not_dissolved() -> None:
     for lead_s, step_s in ((30.0, 5.0), (0.5, 60.0)):
         given = make_config().policy.model_copy(update={"checkpoint_every_steps": None})
-        script = Script(plans={count: PLANS[count] for count in (2, 3)}, num_steps=100, expected_nodes=3, policy=given)
-        script.ready("n1", "n2", "n3")
-        script.reshaped()
+        script = formed(
+            3, plans={count: PLANS[count] for count in (2, 3)}, num_steps=100, expected_nodes=3, policy=given
+        )
         script.state = seen(script.state, step_s=step_s)
         script.tell(NoticeGiven(worker="n3", lead_s=lead_s, notice="taken"))
         assert script.state.phase is Phase.TRAINING
@@ -416,7 +404,6 @@ def test_a_doomed_vms_only_copy_is_saved_within_a_long_step() -> None:
     assert all(order.held and order.version == 1 for order in commits)
     script.committed()
     script.saved(1)
-    assert script.state.saving.checkpoint is not None
     assert (script.state.saving.checkpoint.version, script.state.saving.checkpoint.kind) == (1, "emergency")
 
 

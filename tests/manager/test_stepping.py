@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from controller_script import Script, receivers, script_in, unit_written
+from controller_script import Script, formed, receivers, script_in, unit_written
 from simulated_job import MANIFEST, PLANS, UNITS
 
 from manager.controller.state.actions import (
@@ -56,7 +56,6 @@ def test_an_overflow_runs_the_same_step_again_and_not_for_ever() -> None:
         orders = [action.order for action in actions if isinstance(action, SendStep)]
         assert [(order.step, order.attempt) for order in orders] == [(0, attempt)] * 4
     finish = script.prepared(overflowed=True)[-1]
-    assert isinstance(finish, Finish)
     assert (finish.outcome, script.state.version) == ("failed", 0)
     assert "overflowed" in finish.sentence
 
@@ -87,12 +86,9 @@ def test_a_checkpoint_is_written_every_so_many_versions_each_unit_once() -> None
 
 
 def test_a_checkpoint_waits_for_the_one_before_it() -> None:
-    script = Script(num_steps=20)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, num_steps=20)
     for _ in range(7):
         script.prepared()
-    assert script.state.saving.pending is not None
     assert script.state.saving.pending.version == 3
     (write,) = script.written(3)
     assert isinstance(write, WriteManifest)
@@ -103,9 +99,7 @@ def test_a_checkpoint_waits_for_the_one_before_it() -> None:
 
 
 def test_a_failed_checkpoint_is_tried_again_a_whole_interval_later() -> None:
-    script = Script(num_steps=20)
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, num_steps=20)
     for _ in range(3):
         script.prepared()
     script.tell(CheckpointFailed(worker="n1", error="disk full"))
@@ -114,14 +108,12 @@ def test_a_failed_checkpoint_is_tried_again_a_whole_interval_later() -> None:
         script.prepared()
         assert script.state.saving.pending is None
     script.prepared()
-    assert script.state.saving.pending is not None
     assert script.state.saving.pending.version == 6
 
 
 def test_a_refused_writer_repeats_the_last_checkpoint_until_it_is_there() -> None:
     script = script_in(Phase.COMMITTING)
     script.committed()
-    assert script.state.saving.pending is not None
     generation, (owing, *others) = script.state.generation, sorted(set(script.state.saving.pending.writers.values()))
     for writer in others:
         script.written(2, [unit for unit, by in script.state.saving.pending.writers.items() if by == writer])
@@ -166,9 +158,7 @@ def test_a_last_checkpoint_refused_for_too_long_ends_the_run() -> None:
 
 
 def test_newcomers_join_at_a_step_boundary_when_they_make_it_faster() -> None:
-    script = Script()
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4)
     script.ready("n5")
     assert receivers(script.prepared(), SendStep) == ["n1", "n2", "n3", "n4"]
     script.ready("n6")
@@ -181,9 +171,7 @@ def test_newcomers_join_at_a_step_boundary_when_they_make_it_faster() -> None:
 def test_newcomers_that_gain_too_little_stay_spare() -> None:
     speed = PLANS[4].expected.examples_per_s * 1.01
     slow = PLANS[6].model_copy(update={"expected": PLANS[6].expected.model_copy(update={"examples_per_s": speed})})
-    script = Script(plans={4: PLANS[4], 6: slow})
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4, plans={4: PLANS[4], 6: slow})
     script.ready("n5", "n6")
     assert receivers(script.prepared(), SendStep) == ["n1", "n2", "n3", "n4"]
 
@@ -201,14 +189,11 @@ def test_the_last_version_is_committed_saved_and_sealed_before_the_end() -> None
     assert isinstance(write, WriteManifest)
     assert script.tell(ManifestWritten(version=1)) == ()
     (finish,) = script.tell(ManifestWritten(version=2))
-    assert isinstance(finish, Finish)
     assert finish.outcome == "finished"
 
 
 def test_a_stop_saves_the_next_boundary() -> None:
-    script = Script()
-    script.ready("n1", "n2", "n3", "n4")
-    script.reshaped()
+    script = formed(4)
     assert script.tell(StopRequested(reason="interrupted")) == ()
     assert receivers(script.prepared(), SendCommit) == ["n1", "n2", "n3", "n4"]
     script.committed()
@@ -223,25 +208,21 @@ def test_a_stop_at_a_saved_version_commits_without_writing_it_again() -> None:
     commits = [action.order for action in script.reshaped() if isinstance(action, SendCommit)]
     assert [order.checkpoint_units for order in commits] == [()] * 4
     (finish,) = script.committed()
-    assert isinstance(finish, Finish)
     assert finish.outcome == "stopped"
 
 
 @pytest.mark.parametrize("phase", [Phase.STARTING, Phase.WAITING])
 def test_a_stop_while_no_worker_trains_ends_at_once(phase: Phase) -> None:
     finish = script_in(phase).tell(StopRequested(reason="interrupted"))[-1]
-    assert isinstance(finish, Finish)
     assert finish.outcome == "stopped"
 
 
 def test_only_a_units_appointed_writer_is_believed() -> None:
     script = script_in(Phase.COMMITTING)
     script.committed()
-    assert script.state.saving.pending is not None
     writer = script.state.saving.pending.writers["s0"]
     for other, author in (("n9", "n9"), ("n9", writer), (writer, "n9")):
         script.tell(UnitsWritten(worker=other, written=(unit_written(author, 2, "s0"),)))
-        assert script.last is not None
         assert script.last.reason.code is ReasonCode.IGNORED
     assert script.state.saving.pending.written == {}
     script.tell(UnitsWritten(worker=writer, written=(unit_written(writer, 2, "s0"),)))
@@ -251,13 +232,11 @@ def test_only_a_units_appointed_writer_is_believed() -> None:
 def test_a_writer_lost_after_its_commit_has_the_version_committed_again() -> None:
     script = script_in(Phase.COMMITTING)
     script.committed()
-    assert script.state.saving.pending is not None
     actions = script.tell(WorkerLost(worker=script.state.saving.pending.writers["s0"], cause="killed"))
     assert len(receivers(actions, SendReshape)) == 3
     assert len(receivers(script.reshaped(), SendCommit)) == 3
     script.committed()
     (finish,) = script.saved(2)
-    assert isinstance(finish, Finish)
     assert finish.outcome == "finished"
 
 
@@ -388,7 +367,6 @@ def test_members_that_contradict_each_other_end_the_run(facts: dict[str, object]
     actions = prepare_all(script, **facts)
     if sentence:
         finish = actions[-1]
-        assert isinstance(finish, Finish)
         assert (finish.outcome, script.state.version) == ("failed", 0)
         assert sentence in finish.sentence
     else:  # its replica reported them

@@ -34,7 +34,6 @@ with RunDir(Path(sys.argv[1]), facts):
 def managed(tmp_path: Path) -> Iterator[tuple[Path, subprocess.Popen[str]]]:
     run_dir = tmp_path / "run"
     manager = subprocess.Popen([sys.executable, "-c", MANAGER, str(run_dir)], stdout=subprocess.PIPE, text=True)
-    assert manager.stdout is not None
     assert manager.stdout.readline() == "held\n"
     yield run_dir, manager
     manager.kill()
@@ -48,7 +47,6 @@ def test_a_running_manager_is_asked_and_awaited(managed: tuple[Path, subprocess.
     assert ask_to_stop(run_dir) == manager.pid
     wait_for_end(run_dir, 100.0)
     assert holder_of(run_dir) is None
-    assert manager.stdout is not None
     assert manager.stdout.readline() == "asked\n"
 
 

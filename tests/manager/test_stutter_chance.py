@@ -53,7 +53,6 @@ def alarms(
         before = slow_ones(script)
         times = []
         for slot in script.state.slots:
-            assert script.state.plan is not None
             usual_s, first = len(script.state.plan.stages[slot.stage].sections), window * STUTTER.samples
             compute_s = tuple(
                 usual_s * next(jitter[slot.worker]) * (slowness(first + number) if is_slow else 1.0)

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from controller_script import Script, changed, receivers, script_in
+from controller_script import Script, changed, formed, receivers, script_in
 from pydantic import ValidationError
 from simulated_job import MIXED, PLANS, RULES, make_config, make_plan
 
 from manager.controller.shape.selection import hold_s, record_flap
-from manager.controller.state.actions import Abort, EndWorker, Finish, SendReshape, SendStep
+from manager.controller.state.actions import Abort, EndWorker, SendReshape, SendStep
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import NobodyHeard, NodeAppeared, StopRequested, Tick, WorkerAnswered, WorkerLost
 from manager.controller.state.state import Flaps, Phase
@@ -39,7 +39,6 @@ def test_a_pause_for_a_node_is_no_longer_than_a_later_change() -> None:
     until_s = script.state.waits.hold_until_s
     now, then = PLANS[3].expected.examples_per_s, PLANS[4].expected.examples_per_s
     assert until_s == pytest.approx(script.now_s + 1.0 * then / now)
-    assert script.last is not None
     assert script.last.wake_at_s is not None
     assert script.last.wake_at_s <= until_s
     assert receivers(script.tell(Tick(), at_s=until_s), SendReshape) == ["n2", "n3", "n4"]
@@ -73,14 +72,11 @@ def test_a_stop_ends_the_wait_and_what_is_decided_is_saved() -> None:
     script.reshaped()
     script.committed()
     (finish,) = script.saved(0)
-    assert isinstance(finish, Finish)
     assert finish.outcome == "stopped"
 
 
 def test_a_join_waits_for_a_second_newcomer_while_training_continues() -> None:
-    script = Script(plans={2: PLANS[2], 3: PLANS[3], 4: PLANS[4]}, expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans={2: PLANS[2], 3: PLANS[3], 4: PLANS[4]}, expected_nodes=2)
     script.ready("n3")
     script.tell(NodeAppeared(node="n4"))
     assert receivers(script.prepared(), SendStep) == ["n1", "n2"]
@@ -89,9 +85,7 @@ def test_a_join_waits_for_a_second_newcomer_while_training_continues() -> None:
 
 
 def test_a_join_waits_no_longer_than_a_second_change_would_cost() -> None:
-    script = Script(plans={2: PLANS[2], 3: PLANS[3], 4: PLANS[4]}, expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans={2: PLANS[2], 3: PLANS[3], 4: PLANS[4]}, expected_nodes=2)
     script.ready("n3")
     script.tell(NodeAppeared(node="n4"))
     script.state = changed(script.state, setup_s=1.5)
@@ -109,7 +103,6 @@ def test_answers_to_small_changes_were_computed_beforehand() -> None:
     for count in range(2, 8):
         best = config.best_plan(count)
         assert best in config.plans.values()
-        assert best is not None
         assert best.num_workers <= count
         assert all(
             plan.expected.examples_per_s <= best.expected.examples_per_s
@@ -149,7 +142,6 @@ def test_keys_of_a_table_of_one_type_are_numbers_in_a_journal() -> None:
 def test_a_pause_for_vms_ends_one_day() -> None:
     script = script_in(Phase.WAITING)
     (finish,) = script.wake()
-    assert isinstance(finish, Finish)
     assert finish.outcome == "stopped"
     assert "there were never 2 ready workers within 500 s" in finish.sentence
     early = script_in(Phase.WAITING)
@@ -157,12 +149,9 @@ def test_a_pause_for_vms_ends_one_day() -> None:
 
 
 def test_time_in_which_no_worker_could_be_heard_is_not_waiting() -> None:
-    script = Script(expected_nodes=2)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, expected_nodes=2)
     script.tell(WorkerLost(worker="n2", cause="killed"))
     assert script.state.phase is Phase.ABORTING
-    assert script.state.step.order is not None
     late_s = script.now_s + 40.0 + script.state.step.order.give_up_s
     script.tell(NobodyHeard(lasted_s=40.0), at_s=script.now_s + 40.0)
     assert script.tell(Tick(), at_s=late_s - 0.1) == ()
@@ -176,9 +165,7 @@ def with_morph_s(morph_s: float) -> Rules:
 
 def script_of_long_steps(**policy: object) -> Script:
     """Return a script in which two workers began a long step, and a third waits for a fourth to be of use."""
-    script = Script(plans=LONG, expected_nodes=2, policy=make_config().policy.model_copy(update=policy))
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans=LONG, expected_nodes=2, policy=make_config().policy.model_copy(update=policy))
     script.ready("n3")
     assert script.state.phase is Phase.TRAINING
     script.tell(NodeAppeared(node="n4"))
@@ -199,8 +186,6 @@ def test_a_long_step_is_interrupted_for_newcomers_and_keeps_its_sums() -> None:
         answer = Aborted(worker=worker, generation=script.state.generation, peer_lost=False, kept=kept)
         actions = script.tell(WorkerAnswered(worker=worker, answer=answer))
     assert receivers(actions, SendReshape) == ["n1", "n2", "n3", "n4"]
-    assert script.state.reshape is not None
-    assert script.state.reshape.salvage is not None
     assert script.state.reshape.salvage.remaining == ((4, 100),)
 
 
@@ -269,9 +254,7 @@ def comes(script: Script, node: str, host: str) -> None:
 
 def morphs_in(seconds: float) -> int:
     """Count generations while one machine is there for 1 s, away for 1 s, and so on; steps take 0.4 s."""
-    script = Script(plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2, num_steps=10**6)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2, num_steps=10**6)
     number, there = 0, False
     next_s = script.now_s
     while script.now_s < seconds:
@@ -299,9 +282,7 @@ def test_a_flapping_machine_is_taken_in_a_few_times_only() -> None:
 
 
 def test_a_machine_that_stays_long_enough_is_taken_in_again() -> None:
-    script = Script(plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2, num_steps=10**6)
-    script.ready("n1", "n2")
-    script.reshaped()
+    script = formed(2, plans={2: PLANS[2], 3: PLANS[3]}, expected_nodes=2, num_steps=10**6)
     flapped_twice(script)
     comes(script, "m3", "m")
     ready_s = script.now_s

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ class FakeEc2:
 
     ``shortages``: an error for a type in a zone. ``error_of_all``: an error for all of them. ``hidden``: the number of
     looks that do not list a new instance. ``list_s``: how long providers expect such looks, in seconds. ``slow_ends``:
-    the number of looks for which an instance is shutting down.
+    the number of looks for which an instance is shutting down. ``passed_s``: the sum of the waits in ``wait``.
     ``protected``: VMs that may not be ended. ``trouble``: an error to each fleet of a VM. ``dies``: VMs that are
     terminated as soon as they are made, each with its StateReason.
     """
@@ -81,6 +81,7 @@ class FakeEc2:
     hidden: int = 0
     list_s: float = BOUNDS.list_s
     slow_ends: int = 1
+    passed_s: float = 0.0
     max_spot: int = 1000
     quota_vcpus: float | None = 64.0
     protected: set[str] = field(default_factory=set)
@@ -110,6 +111,10 @@ class FakeEc2:
             security_groups=(self.real.describe_security_groups()["SecurityGroups"][0]["GroupId"],),
             root_gib=100,
         )
+
+    def wait(self, wait_s: float) -> None:
+        """Let time pass for the versions of launch templates."""
+        self.passed_s += wait_s
 
     def client(self, service: str) -> Client:
         return Client(self, service)
@@ -198,7 +203,7 @@ class FakeEc2:
     def _describe_launch_template_versions(self, asked: dict[str, Any]) -> dict[str, Any]:
         answer = self.real.describe_launch_template_versions(**asked)
         known = [
-            told
+            told | {"CreateTime": told["CreateTime"] - timedelta(seconds=self.passed_s)}
             for told in answer["LaunchTemplateVersions"]
             if (told["LaunchTemplateName"], str(told["VersionNumber"])) not in self.dropped
         ]

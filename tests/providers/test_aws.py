@@ -6,7 +6,6 @@ import fnmatch
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -121,21 +120,22 @@ def test_a_run_has_not_ended_while_aws_may_list_more_of_its_instances(ec2: FakeE
     """Another machine reconciles, which knows no ids: it asks by what was requested."""
     told: list[str] = []
 
-    def reconciled(run: str, list_s: float) -> list[str]:
-        bounds = replace(BOUNDS, list_s=list_s)
-        options: dict[str, Any] = {"pause": lambda _s: None, "open_client": ec2.client, "bounds": bounds}
+    def reconciled(run: str) -> list[str]:
+        options: dict[str, Any] = {"pause": ec2.wait, "open_client": ec2.client, "bounds": BOUNDS}
         return sorted(vm.name for vm in end_run(ec2.spec, run, "tiny", told.append, **options))
 
     ec2.hidden = 6
     ec2.provider(tmp_path).request("a", 3)
-    assert reconciled("tiny-1", 300.0) == ["a-0", "a-1", "a-2"]
+    assert reconciled("tiny-1") == ["a-0", "a-1", "a-2"]
     assert ec2.left() == NOTHING
     assert told[0].startswith("3 of the run's instances were requested and are not listed by AWS")
     ec2.trouble = {"b-0": "InternalError"}
     with pytest.raises(Transient):
         ec2.provider(tmp_path, run="tiny-2").request("b", 1)
-    assert reconciled("tiny-2", 0.01) == [], "what is not listed after that time was never made"
+    ec2.passed_s = 0.0
+    assert reconciled("tiny-2") == [], "what is not listed after that time was never made"
     assert ec2.left() == NOTHING
+    assert ec2.passed_s == pytest.approx(BOUNDS.list_s, abs=60), "and it is not waited for after it"
 
 
 def test_an_ended_instance_can_be_made_again_under_its_name(ec2: FakeEc2, tmp_path: Path) -> None:

@@ -387,10 +387,14 @@ esac
 """
 
 
+GIVEN_UP = f"[ $i -ge {LOGIN_S * 10} ]"
+"""The script's condition to wait no longer for a login shell."""
+
+
 class Step:
     """The script of a job that runs here, with the processes of its node."""
 
-    def __init__(self, folder: Path, login: str = "", login_s: int = LOGIN_S) -> None:
+    def __init__(self, folder: Path, login: str = "", given_up: str = GIVEN_UP) -> None:
         self.folder, self.calls = folder, folder / "calls"
         for name, text in (("srun", SRUN), ("python", PYTHON), *([("bash", login)] if login else [])):
             (folder / name).write_text(text)
@@ -402,7 +406,7 @@ class Step:
             python_version="3.11.7",
             wheel_sha256="0" * 64,
         )
-        self.script = job_script(start, SPEC, "a-0", 8.0).replace(f"-ge {LOGIN_S * 10} ", f"-ge {login_s * 10} ")
+        self.script = job_script(start, SPEC, "a-0", 8.0).replace(GIVEN_UP, given_up)
         known = {"PATH": f"{folder}:{os.environ['PATH']}", "TMPDIR": str(folder), "CALLS": str(self.calls)}
         self.process = subprocess.Popen(
             ["sh", "-s"],
@@ -463,7 +467,7 @@ def test_a_step_that_is_ended_leaves_nothing(step: Step, name: str) -> None:
 @pytest.mark.parametrize("is_told", [True, False])
 def test_a_login_shell_that_hangs_ends_with_its_step(tmp_path: Path, is_told: bool) -> None:
     hangs = '#!/bin/sh\necho "node $$ hangs" >>"$CALLS"; exec sleep 600\n'
-    step = Step(tmp_path, hangs, LOGIN_S if is_told else 0)
+    step = Step(tmp_path, hangs, GIVEN_UP if is_told else 'grep -qs hangs "$CALLS"')
     if is_told:
         step.process.send_signal(signal.SIGUSR1)
     assert step.process.wait(BOUND_S) == 1

@@ -194,7 +194,6 @@ class Kills:
             return now.case.victims == "two of a stage"
         if now.case.moment[0] in FILLING:
             return True
-        assert now.state.reshape is not None
         pairs = {(follow.worker, follow.follower) for follow in now.state.reshape.follows}
         return any((one, other) in pairs for one in now.gone for other in now.gone)
 
@@ -204,7 +203,6 @@ class Kills:
         step = now.faults[0].step
         if order.version != step or phase not in ("forward", "backward", "reduce", "before_commit"):
             return
-        assert now.state.reshape is not None
         plan = now.state.reshape.plan
         places = {(unit, section): 0 for unit, sections in state.config.units.items() for section in sections}
         for sums in state.step.kept.values():
@@ -239,7 +237,6 @@ class Kills:
 
 def _in_step(state: ControllerState) -> bool:
     """Return whether a step is under way, and every follower has all units that it follows."""
-    assert state.reshape is not None
     follows = state.reshape.follows
     in_step = all(state.workers[follow.follower].holds.issuperset(follow.units) for follow in follows)
     return state.phase is Phase.TRAINING and state.version > state.reshape.version and in_step

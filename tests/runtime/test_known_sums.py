@@ -24,12 +24,11 @@ def _current(every: int = 1) -> Any:
     return SimpleNamespace(
         slot=SimpleNamespace(stage=0),
         plan=PLAN,
-        order=SimpleNamespace(copy_sums_every=every, keep_sums=True),
+        order=SimpleNamespace(copy_sums_every=every, keep_sums=True, salvage_in=lambda _order: None),
         units={},
         topology=SimpleNamespace(unit_rings={}, split_units=frozenset(), rounds={}),
         ring_of=lambda _unit: None,
         interrupt=Interrupt(1),
-        salvage_in=lambda _order: None,
         micro_batches_in=lambda _order: range(4),
         num_micro_batches=lambda _order: 4,
     )

@@ -188,7 +188,6 @@ def test_heartbeats_tell_what_each_micro_batch_took(tiny_job: TinyJob, tmp_path:
     answer = alone.worker.step(StepOrder(generation=1, step=0))
     assert answer.kind == "prepared"
     times = alone.worker.heartbeat(0.0).times
-    assert times is not None
     assert len(times.forward_s) == min(16, tiny_job.batch_size // MICRO_BATCH_SIZE)
     assert times.generation == 1
     assert sum(times.recompute_s) == 0.0  # a 1x1 worker keeps its activations

@@ -129,14 +129,12 @@ def is_through(crew: Crew, name: str, missing: str) -> bool:
     assert crew.plan is not None
     replica_of = {slot.worker: slot.replica for slot in crew.slots}
     member, formed, replica = crew.members[name], crew.formed, replica_of[name]
-    assert formed is not None
     share = share_in(crew.plan, replica, formed.salvage if formed.version == crew.version else None)
     whole = replica != replica_of[missing]
     return member.has_answered or ((not whole or member.control("counted") == len(share)) and stands(member))
 
 
 def prepared(crew: Crew) -> dict[str, tuple[PartialSum, ...]]:
-    assert crew.plan is not None
     whole = (1 << crew.plan.num_micro_batches) - 1
     kept = {}
     for slot in crew.slots:
@@ -178,7 +176,6 @@ def test_a_step_that_failed_is_finished_in_another_shape_with_the_same_bits(
     kept = give_up(crew, victim, reduced=phase == "before_commit")
     rest = tuple(name for name in NAMES if name != victim)
     order = reshape(crew, next_shape, rest, kept)
-    assert order.salvage is not None
     left = sum(end - first for first, end in order.salvage.remaining)
     assert 0 <= left < order.plan.num_micro_batches
     assert again in (None, left)
@@ -197,7 +194,6 @@ def test_a_step_given_up_twice_keeps_the_work_of_both_shapes(
     kept = give_up_without(crew, "w3")
     del kept["w2"], crew.held["w2"]
     second = reshape(crew, "1x2", ("w1", "w3"), kept)
-    assert first.salvage is not None
     assert second.salvage is not None
     assert first.salvage.remaining == ((0, 2),)  # with two each, w0 had the first two
     assert second.salvage.remaining == ((1, 2), (4, 5))  # what w2 did in the first shape and in the second
@@ -215,7 +211,6 @@ def test_weights_differ_if_a_missing_micro_batch_is_not_run_again(
     crew.train(GIVEN_UP)
     kept = give_up(crew, "w0")
     order = keeping(crew.order("2x1", NAMES[1:]), kept, crew.job)
-    assert order.salvage is not None
     remaining, whole = mask_of(order.salvage.remaining), (1 << order.plan.num_micro_batches) - 1
     wrong = remaining if flips == "one that is missing" else whole & ~remaining
     flipped = order.salvage.model_copy(update={"remaining": spans_of(remaining ^ (wrong & -wrong))})
@@ -292,7 +287,7 @@ def test_with_one_replica_a_lost_stage_continues_from_its_follower(
     assert again.version == given_up
     assert not [source for source in again.sources if source.kind == "initial"]
     if copied:
-        assert again.salvage is not None  # the follower has a copy of some of the lost worker's sums
+        # the follower has a copy of some of the lost worker's sums
         left = sum(end - first for first, end in again.salvage.remaining)
         assert left == again.plan.num_micro_batches - copied
     crew.form(again)

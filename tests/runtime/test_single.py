@@ -7,6 +7,7 @@ import pytest
 from morph.checkpoint.manifest import read_manifest
 from morph.checkpoint.unit_files import read_unit
 from morph.contract.errors import InputError, TrainingStopped
+from morph.jobs.job import load_job
 from morph.runtime.process import single
 from morph.runtime.process.single import run_single
 from morph.runtime.process.worker import Worker
@@ -40,6 +41,12 @@ def test_the_loss_falls_and_the_final_checkpoint_is_complete(tmp_path: Path) -> 
 
 def test_two_runs_are_the_same_bits(tmp_path: Path) -> None:
     assert run(tmp_path / "one", 3) == run(tmp_path / "other", 3)
+
+
+def test_without_a_number_of_sections_the_jobs_own_is_used(tmp_path: Path) -> None:
+    own = load_job(JOB).num_sections
+    assert own is not None
+    assert run(tmp_path / "unset", 1, None) == run(tmp_path / "own", 1, own)
 
 
 @pytest.fixture

@@ -44,7 +44,6 @@ def step_of(device: QueuedDevice, clock: TaskClock, slowness: float = 1.0) -> tu
 def median_s(pace: Pace) -> float:
     """Return the median of forward and backward in seconds, as the manager judges them."""
     times = pace.collect()
-    assert times is not None
     return statistics.median(f + b for f, b in zip(times.forward_s, times.backward_s, strict=True))
 
 
@@ -171,10 +170,8 @@ def told_of_tasks(in_groups: bool, *tasks: tuple[Task, CoreTimes]) -> MicroBatch
 def test_a_micro_batch_is_reported_with_its_wait_for_cores(in_groups: bool, queued_s: float) -> None:
     tasks = [(Task.FORWARD, 0.2), (Task.RECOMPUTE, 0.3), (Task.BACKWARD, 0.3)]
     told = told_of_tasks(in_groups, *((task, CoreTimes(2 * waited_s, waited_s)) for task, waited_s in tasks))
-    assert told is not None
     assert (told.queued_s, told.processor_s) == ((queued_s,), (2 * queued_s,))
     silent = told_of_tasks(in_groups, *((task, CoreTimes(waited_s, None)) for task, waited_s in tasks))
-    assert silent is not None
     assert silent.queued_s == ()
 
 
@@ -226,5 +223,4 @@ def test_without_collection_only_the_newest_micro_batches_are_kept() -> None:
     for number in range(10 * MOST_KEPT):
         pace.note(1, float(number), 0.0, 0.0)
     found = pace.collect()
-    assert found is not None
     assert found.forward_s == tuple(map(float, range(9 * MOST_KEPT, 10 * MOST_KEPT)))

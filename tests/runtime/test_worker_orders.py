@@ -217,7 +217,7 @@ end_with_threads()
 for name in ({names}):
     one = threading.Thread(target=fail, name=name)
     one.start()
-    one.join(100.0)
+    one.join({bound_s})
 print("went on")
 """
 
@@ -229,7 +229,7 @@ print("went on")
 def test_a_worker_ends_when_morphs_own_thread_fails_but_not_a_jobs(
     names: tuple[str, ...], code: int, said: str
 ) -> None:
-    ended, output, errors = run_python("-c", _THREADS.format(names=repr(names)))
+    ended, output, errors = run_python("-c", _THREADS.format(names=repr(names), bound_s=BOUND_S))
     assert ended == code, errors
     assert said in output + errors
     assert errors.count("nobody thought of this") == len(names)

@@ -39,7 +39,6 @@ def again(folder: Path) -> Any:
     compilation._checked.cache_clear()
     compilation._digest_of_sources.cache_clear()
     spec = importlib.util.spec_from_file_location("loops_of_a_test", folder / "loops_of_a_test.py")
-    assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)

@@ -197,7 +197,6 @@ def test_the_same_seed_draws_the_same_mini_batches_and_another_seed_others() -> 
 
     def draws(seed: int) -> tuple[float, ...]:
         spread = simulate(profile, num_stages=3, num_replicas=2, jitter_seed=seed, num_draws=6).jitter
-        assert spread is not None
         assert spread.p5_s <= spread.mean_s <= spread.p95_s
         return spread.draws_s
 
@@ -222,7 +221,6 @@ def test_a_lone_worker_with_jitter_takes_the_sum_of_its_draws() -> None:
     got = simulate(profile, num_stages=1, jitter_seed=4, num_draws=2)
     jitter = JitterDraw(profile, 1, 8, 4, 1)
     work_s = sum(float(jitter.task_sums_ns(kind)[-1].sum()) for kind in ("forward", "backward")) / 1e9
-    assert got.jitter is not None
     assert got.jitter.draws_s[1] == pytest.approx(work_s + 3 * 0.001 + 0.002, abs=1e-6)
 
 

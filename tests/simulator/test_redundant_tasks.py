@@ -43,8 +43,6 @@ def test_every_task_and_every_redundant_one_is_when_the_reference_engine_has_it(
     assert_alike(played, reference.execute_orders(lanes, orders, times.window, strict=strict))
     quick = execute_orders(lanes, orders, times.window, strict=strict)
     assert quick.last_backward_ns.tolist() == played.last_backward_ns.tolist()
-    assert quick.redone_ns is not None
-    assert played.redone_ns is not None
     assert quick.redone_ns.tolist() == played.redone_ns.tolist()
 
 

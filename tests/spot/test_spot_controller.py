@@ -45,8 +45,8 @@ from manager.spot.controller import (
     emergency_s,
     interval_s,
 )
+from manager.spot.factory import LocalVms
 from manager.spot.launcher import Launcher, VmSource
-from manager.spot.local import LocalVms
 from manager.spot.script_server import ScriptServer
 from manager.spot.spec import SpotJob
 from tests.engine.fake_cloud import FakeCloud
@@ -200,11 +200,10 @@ def test_a_script_ends_when_its_agent_is_killed(user: str, tmp_path: Path) -> No
         pytest.skip("only root starts processes of others")
     command = [sys.executable, "-c", WATCHER, str(tmp_path), user]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as watcher:
-        assert watcher.stdout is not None
         script = psutil.Process(int(watcher.stdout.readline()))
         try:
             watcher.send_signal(signal.SIGKILL)
-            assert wait_gone([script], 60) == []
+            assert wait_gone([script], BOUND_S) == []
         finally:
             if script.is_running():
                 script.kill()
@@ -225,7 +224,6 @@ def test_however_it_is_ended_it_leaves_neither_script_nor_folder(
     command = [sys.executable, "-m", "morph.cli.main", "spot-run", "job.yaml", "--", sys.executable, "-c", script]
     environment = {**os.environ, "TMPDIR": str(temporary), "PYTHONPATH": str(Path(__file__).parents[2])}
     with subprocess.Popen(command, cwd=code, env=environment, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
         running = psutil.Process(int(process.stdout.readline()))
         try:
             process.send_signal(number)

@@ -373,7 +373,6 @@ def test_ranks_of_a_vm_share_one_restore_and_the_first_saves(tmp_path: Path, mon
         write_backup(storage, source)
     (path, _), _ = found
     assert found == [(path, True), (path, False)]
-    assert path is not None
     assert path.read_text() == "state"
 
 
@@ -386,7 +385,6 @@ def test_the_newest_whole_backup_comes_back_and_two_are_kept(tmp_path: Path) -> 
         assert write_backup(storage, source) == number
     assert sorted(one.name for one in (tmp_path / "storage").iterdir()) == ["b00000003", "b00000004"]
     found = read_newest(storage, tmp_path / "back")
-    assert found is not None
     assert (found.name, (found / "deep" / "part").read_text()) == ("model", "state 4")
 
 
@@ -410,7 +408,6 @@ def test_a_damaged_backup_is_skipped(tmp_path: Path, damage: str) -> None:
         case "no file":
             stored.unlink()
     found = read_newest(storage, tmp_path / "back")
-    assert found is not None
     assert found.read_text() == "state 1"
 
 
@@ -451,7 +448,6 @@ def test_a_backup_has_every_file_under_its_name_or_says_what_it_leaves_out(
         script.backup(path)
         script._wait_for_backups()
         restored = script.restore()
-        assert restored is not None
         assert restored.name == "run"
         assert {
             str(one.relative_to(restored)): one.read_bytes() for one in restored.rglob("*") if one.is_file()
@@ -464,7 +460,6 @@ def test_a_backup_has_every_file_under_its_name_or_says_what_it_leaves_out(
         script.backup(Path(name))
         script._wait_for_backups()
         restored = script.restore()
-        assert restored is not None
         assert restored.name == ("run" if name == "." else name)
         assert restored.is_file() == (name == "manifest.json")
 

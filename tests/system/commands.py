@@ -34,16 +34,15 @@ NURSERY: Nursery | None = None
 """Forks the commands that tests observe while they run; set during a test."""
 
 
+def ended(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end, with these variables in addition."""
+    command, variables = [*COMMAND, *map(str, arguments)], environment_of_commands() | environment
+    return subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S)
+
+
 def morph(*arguments: object, code: int = 0) -> str:
     """Run a command to its end and return what it wrote to standard output."""
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        cwd=ROOT,
-        env=environment_of_commands(),
-        capture_output=True,
-        text=True,
-        timeout=COMMAND_TIMEOUT_S,
-    )
+    done = ended(*arguments)
     assert done.returncode == code, (done.stdout, done.stderr)
     return done.stdout
 

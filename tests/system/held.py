@@ -56,8 +56,10 @@ class HeldText(CountingText):
 
 job = replace(job, dataset=HeldText)
 """
-BOUND_S = 500 * PATIENCE
-"""Also the bound of orders in runs of such a job (``policy.order_timeout_s``), which may be held for long."""
+ORDER_S = 500 * PATIENCE
+"""How long a worker is held at most, and the bound of orders in runs of such a job (``policy.order_timeout_s``)."""
+BEAT_S = 30 * PATIENCE
+"""Their ``policy.heartbeat_timeout_s``: Ray's nodes that boot beside a worker may delay it for seconds."""
 
 
 class HeldJob:
@@ -93,7 +95,7 @@ class HeldJob:
             link.unlink(missing_ok=True)
             link.symlink_to(held)
         shutil.copy(JOB.rpartition(":")[0], folder / "neighbour.py")
-        self.file.write_text(CODE.format(held=str(link), bound_s=BOUND_S), encoding="utf-8")
+        self.file.write_text(CODE.format(held=str(link), bound_s=ORDER_S), encoding="utf-8")
 
     def begin(self) -> None:
         """Hold workers again as at first, for another run of the same job, whose cut is cached."""

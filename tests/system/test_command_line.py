@@ -27,7 +27,7 @@ from morph.contract.plan import Plan, load_plan
 from morph.contract.profile import load_profile
 from tests.system.commands import ROOT, RunningMorph, morph
 from tests.system.harness import JOB
-from tests.system.held import HeldJob
+from tests.system.held import BEAT_S, ORDER_S, HeldJob
 from tests.system.traced import check_walks
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
@@ -97,7 +97,8 @@ def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
     job = HeldJob(folder / "code", folder / "gate", HELD_AFTER)
     cluster, trace = folder / "cluster.yaml", folder / "trace.csv"
     cluster.write_text(
-        "policy: {checkpoint_every_steps: 10, heartbeat_timeout_s: 30, order_timeout_s: 500}\n", encoding="utf-8"
+        f"policy: {{checkpoint_every_steps: 10, heartbeat_timeout_s: {BEAT_S}, order_timeout_s: {ORDER_S}}}\n",
+        encoding="utf-8",
     )
     trace.write_text(TRACE, encoding="utf-8")
     with RunningMorph(

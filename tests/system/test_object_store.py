@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -18,11 +17,10 @@ from morph.contract.rules import CheckpointRules
 from tests.checkpoint.fake_blobs import CONTAINER, BlobService, blob_service
 from tests.checkpoint.fake_buckets import BucketService, bucket_service
 from tests.cli.given import without_phases
-from tests.system.commands import COMMAND, ROOT, RunningMorph, environment_of_commands
+from tests.system.commands import RunningMorph, ended
 from tests.system.exposure import files_below, files_with, shown_by
 from tests.system.harness import uninterrupted
-from tests.system.held import HeldJob
-from tests.waiting import BOUND_S
+from tests.system.held import ORDER_S, HeldJob
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
@@ -32,7 +30,7 @@ CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 
 @dataclass(frozen=True)
 class Place:
-    """Where checkpoints go.
+    """Where checkpoints go, and how the workers start that write them.
 
     ``wrong``: the environment of a user whom the store does not know. ``expired``: how the store refuses credentials
     that were valid before.
@@ -44,6 +42,7 @@ class Place:
     environment: dict[str, str]
     wrong: dict[str, str]
     expired: tuple[int, str]
+    launcher: str
 
 
 def _blobs(stack: ExitStack) -> Place:
@@ -51,13 +50,14 @@ def _blobs(stack: ExitStack) -> Place:
     service = stack.enter_context(blob_service())
     known = {CONNECTION: service.connection_string}
     wrong = {CONNECTION: BlobService(port=service.port).connection_string}
-    return Place(f"abfs://{CONTAINER}/run", service, service.key, known, wrong, (403, "AuthenticationFailed"))
+    return Place(f"abfs://{CONTAINER}/run", service, service.key, known, wrong, (403, "AuthenticationFailed"), "ray")
 
 
 def _buckets(stack: ExitStack) -> Place:
     service = stack.enter_context(bucket_service())
     wrong = BucketService(port=service.port).environment
-    return Place(f"s3://{service.bucket}/run", service, service.key, service.environment, wrong, (400, "ExpiredToken"))
+    url, expired = f"s3://{service.bucket}/run", (400, "ExpiredToken")
+    return Place(url, service, service.key, service.environment, wrong, expired, "processes")
 
 
 @pytest.fixture(params=[_blobs, _buckets], ids=["Azure", "S3"])
@@ -78,16 +78,14 @@ def test_runs_in_a_failing_store_are_resumed_and_pruned_with_equal_weights(
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     job = HeldJob(tmp_path / "code", tmp_path / "gate", 7)  # one checkpoint
     named = ", ".join(place.environment)
-    vms = f"{{num_vms: 2, launcher: ray, pass_variables: [{named}]}}"
-    cluster.write_text(f"vms: {vms}\npolicy: {{checkpoint_every_steps: 5, order_timeout_s: 500}}\n", encoding="utf-8")
+    vms = f"{{num_vms: 2, launcher: {place.launcher}, pass_variables: [{named}]}}"
+    policy = f"{{checkpoint_every_steps: 5, order_timeout_s: {ORDER_S}}}"
+    cluster.write_text(f"vms: {vms}\npolicy: {policy}\n", encoding="utf-8")
     arguments = (
         *("run", job.path, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS),
         *("--checkpoint-url", place.url, "--verbose", "--no-page"),
     )
-    refused = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        cwd=ROOT, env=environment_of_commands() | place.wrong, capture_output=True, text=True, timeout=BOUND_S,
-    )  # fmt: skip
+    refused = ended(*arguments, **place.wrong)
     (line,) = without_phases(refused.stderr)
     assert f"{place.url}: cannot be read: " in line
     assert refused.returncode == 1
@@ -102,11 +100,10 @@ def test_runs_in_a_failing_store_are_resumed_and_pruned_with_equal_weights(
             place.service.faults.clear()
         job.allow(22)
         run.wait_for_line("the checkpoint of version")
-        directory = next(
-            Path(found["RAY_TMPDIR"]) for found in shown_by(run.family()).environments.values() if "RAY_TMPDIR" in found
-        )
-        logs = {str(path): data for path, data in files_below(directory)}
-        assert logs
+        environments = shown_by(run.family()).environments.values()
+        of_ray = {Path(found["RAY_TMPDIR"]) for found in environments if "RAY_TMPDIR" in found}
+        logs = {str(path): data for directory in of_ray for path, data in files_below(directory)}
+        assert bool(logs) is (place.launcher == "ray")
         assert files_with(logs, [place.secret]) == set()
         run.press_ctrl_c()
         run.wait_for_line("SIGINT: the run ends at the next step boundary")

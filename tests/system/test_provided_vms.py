@@ -26,7 +26,7 @@ from tests.system.commands import RunningMorph, morph
 from tests.system.encrypted import answered, keys_in, visitors
 from tests.system.exposure import files_below, files_with, holds, recorded, shown_by, with_secrets
 from tests.system.harness import uninterrupted
-from tests.system.held import HeldJob
+from tests.system.held import BEAT_S, ORDER_S, HeldJob
 from tests.system.hosts import Hosts
 from tests.waiting import BOUND_S, poll_until
 
@@ -84,8 +84,8 @@ def job_file(
         "policy": {
             "checkpoint_every_steps": 10,
             "takeover_patience_s": takeover_patience_s,
-            "heartbeat_timeout_s": 30,
-            "order_timeout_s": 500,
+            "heartbeat_timeout_s": BEAT_S,
+            "order_timeout_s": ORDER_S,
         },
     }
     (directory / "job.yaml").write_text(json.dumps(described), encoding="utf-8")  # JSON is YAML

@@ -20,16 +20,16 @@ from manager.report.journal_reader import read_report
 from manager.run_dir import JOURNAL
 from morph.checkpoint.manifest import complete_versions
 from morph.cli.main import app
-from tests.system.commands import COMMAND, ROOT, environment_of_commands
+from tests.system.commands import ended, environment_of_commands
 from tests.system.exposure import Shown, files_below, files_with, holds, shown_by, with_secrets
-from tests.system.held import HeldJob
+from tests.system.held import BEAT_S, ORDER_S, HeldJob
 from tests.system.watched import WatchedMorph
 from tests.waiting import BOUND_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 MANY_STEPS, HELD_AFTER = 1_000_000, 8
-POLICY = "{checkpoint_every_steps: 5, heartbeat_timeout_s: 30, order_timeout_s: 500}"
+POLICY = f"{{checkpoint_every_steps: 5, heartbeat_timeout_s: {BEAT_S}, order_timeout_s: {ORDER_S}}}"
 PRIVATE = ("attach.json", "page.json")
 """Files of a run directory that hold a secret during the run."""
 STRANGER = """
@@ -132,10 +132,7 @@ def _stranger(address: str, **token: str) -> str:
 
 
 def _told_again(*arguments: object) -> str:
-    done = subprocess.run(
-        [*COMMAND, *map(str, arguments)],
-        cwd=ROOT, env=environment_of_commands(), capture_output=True, text=True, timeout=BOUND_S,
-    )  # fmt: skip
+    done = ended(*arguments)
     assert done.returncode == 2, (done.stdout, done.stderr)
     assert "is in use by process" in done.stderr
     return done.stdout + done.stderr

@@ -20,7 +20,7 @@ from morph.cli.reading.errors import EXIT_GOES_ON
 from tests.providers.real_slurm import CPUS, GRACE_S, RealSlurm, why_none
 from tests.system.commands import RunningMorph, morph
 from tests.system.harness import uninterrupted
-from tests.system.held import HeldJob
+from tests.system.held import BEAT_S, ORDER_S, HeldJob
 from tests.system.test_provided_vms import NUM_SECTIONS, digests
 from tests.waiting import poll_until
 
@@ -73,7 +73,7 @@ def job_file(directory: Path, profile: Path) -> Path:
             "shared_storage": True,
             "environment": {"python": sys.executable, "files": ["neighbour.py"]},
         },
-        "policy": {"checkpoint_every_steps": 10, "heartbeat_timeout_s": 30, "order_timeout_s": 500},
+        "policy": {"checkpoint_every_steps": 10, "heartbeat_timeout_s": BEAT_S, "order_timeout_s": ORDER_S},
     }
     path = directory / "job.yaml"
     path.write_text(json.dumps(described), encoding="utf-8")

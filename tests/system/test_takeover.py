@@ -25,7 +25,7 @@ from morph.contract.messages import WorkerReady
 from tests.system import commands
 from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, constant_vms, cut_for_workers
-from tests.system.held import HeldJob
+from tests.system.held import BEAT_S, ORDER_S, HeldJob
 from tests.system.one_manager import Death, Orders
 from tests.waiting import PATIENCE, poll_until
 
@@ -59,10 +59,10 @@ class Managed:
         self.held = HeldJob(directory / "code", directory / "gate", HELD_AFTER) if held else None
         policy = Policy(
             checkpoint_every_steps=4,
-            start_patience_s=200,
+            start_patience_s=200 * PATIENCE,
             takeover_patience_s=patience_s,
-            heartbeat_timeout_s=30,  # Ray's nodes that boot beside it may delay a worker for seconds
-            order_timeout_s=500 if held else None,
+            heartbeat_timeout_s=BEAT_S,
+            order_timeout_s=ORDER_S if held else None,
         )
         self._orders = Orders(
             run_dir=self.directory,

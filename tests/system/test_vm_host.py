@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from manager.engine.joining.link_server import listen
-from manager.engine.on_ray import ray_cluster, ray_environment
+from manager.engine.on_ray import ray_cluster, ray_environment, vm_host
 from manager.engine.on_ray.launcher import RayLauncher
 from manager.engine.on_ray.ray_cluster import RayCluster
 from manager.engine.on_ray.ray_environment import prepare
@@ -47,7 +47,8 @@ import errno, json, os, signal, socket, sys
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-address, outside, secret_file, secret, control_socket, manager = sys.argv[1:]
+address, outside, secret_file, secret, control_socket, manager, bound = sys.argv[1:]
+bound_s = float(bound)
 ray.init(address=address, namespace="morph", log_to_driver=False, logging_level="ERROR")
 is_vm = lambda node: any(name.startswith("morph_vm_") for name in node["Resources"])
 (head,) = [node["NodeID"] for node in ray.nodes() if node["Alive"] and not is_vm(node)]
@@ -101,11 +102,11 @@ calls = [
     ray.remote(Looking).options(num_cpus=0, scheduling_strategy=place).remote().look.remote(),
     ray.remote(look).options(num_cpus=0, scheduling_strategy=place, runtime_env=shell).remote(),
 ]
-found = ray.get(calls[:2], timeout=200)
+found = ray.get(calls[:2], timeout=bound_s)
 ray.wait(calls[2:], timeout=10)
 for name in ("bomb", "crash"):
     options = {"name": name, "lifetime": "detached", "resources": {"morph_vm_vm9": 0.01}, "num_cpus": 0}
-    ray.get(ray.remote(Hostile).options(**options).remote(name == "crash").__ray_ready__.remote(), timeout=200)
+    ray.get(ray.remote(Hostile).options(**options).remote(name == "crash").__ray_ready__.remote(), timeout=bound_s)
 print(json.dumps(found))
 """
 """Attacks by everything that Ray offers a client with its token: tasks and an actor on the head node, one with an
@@ -228,6 +229,18 @@ def test_vms_boot_together_and_deaths_while_booting_or_up_are_reported_immediate
     assert owned.gone == ["vm0"]
 
 
+def test_the_end_of_a_raylet_is_told_with_the_last_error_of_a_long_log(tmp_path: Path) -> None:
+    log = tmp_path / "raylet.out"
+    log.write_text("[2026-01-01 10:00:00,1 E 1 1] (raylet) a.cc:1: before\n" + "[2026 I 1 1] fine\n" * 9_999, "utf-8")
+    with subprocess.Popen(["sleep", "600"]) as killed:
+        killed.kill()
+        ended = os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+    assert vm_host._why(ended, log) == "by signal 9", "what is far from the end of the log is not why"
+    with log.open("a", encoding="utf-8") as file:
+        file.write("[2026-01-01 10:00:09,1 C 1 1] (raylet) b.cc:2: no port\n")
+    assert vm_host._why(ended, log) == "by signal 9: (raylet) b.cc:2: no port"
+
+
 def test_a_head_node_dies_with_its_agent_or_owner(
     owned: Owned,
 ) -> None:
@@ -268,7 +281,7 @@ def test_code_run_with_rays_token_reaches_neither_manager_nor_machine(
         options = (f'--resources={{"{VM_RESOURCE}vm9": 1}}', "--num-cpus=1", f"--object-store-memory={STORE_BYTES}")
         vm = subprocess.Popen([*node, *options], env=environment, start_new_session=True)
         assert cluster.driver.wait_for_nodes(lambda nodes: "vm9" in (nodes or {}), BOUND_S)
-        given = (cluster.address, tmp_path, secret, SECRET, cluster.control_socket, os.getpid())
+        given = (cluster.address, tmp_path, secret, SECRET, cluster.control_socket, os.getpid(), BOUND_S)
         done = subprocess.run(
             [sys.executable, "-c", ATTACK, *map(str, given)],
             capture_output=True, text=True, timeout=3 * BOUND_S, check=False, env=environment,
@@ -297,7 +310,7 @@ def test_code_run_with_rays_token_reaches_neither_manager_nor_machine(
             for process in [*psutil.Process(vm.pid).children(recursive=True), vm]:
                 with suppress(psutil.NoSuchProcess):
                     process.kill()
-            vm.wait()
+            vm.wait(BOUND_S)
         cluster.close()
 
 

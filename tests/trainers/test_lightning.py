@@ -98,7 +98,6 @@ def test_steps_of_fit_are_compared_before_a_run(name: str) -> None:
 )
 def test_a_job_that_trains_otherwise_than_fit_is_refused(change: Callable[[Any], dict[str, Any]]) -> None:
     program = lightning_job.case("counters").own_program
-    assert program is not None
     own = program.run(3, 100)
     assert not isinstance(own, str)
     wrong = replace(own, job=replace(own.job, **change(own.job)))

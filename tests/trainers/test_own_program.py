@@ -94,7 +94,6 @@ def test_losses_and_weights_are_the_trainers_by_step(given: dict[str, Any], tmp_
     given = {"per_device_train_batch_size": 4, "num_train_epochs": 3, **given}
     trainer = small_trainer(tmp_path, model=Classifier(), train_dataset=data, **given)
     program = morph.hf.job(trainer).own_program
-    assert program is not None
     own = program.run(morph.hf.num_steps(trainer), 8)
     assert not isinstance(own, str)
     ours = trained_steps(own.job, own.job.micro_batch_size or own.job.batch_size // 2, len(own.losses))

@@ -30,7 +30,6 @@ RUN_S = 900 * PATIENCE
 def changed(script: str) -> str:
     """Return a script with the change that the guide shows: a line before another, and one in place of another."""
     found = re.search(r"```diff\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
-    assert found is not None
     marks, (added, below, removed, instead) = zip(*((line[0], line[1:]) for line in found[1].splitlines()), strict=True)
     assert marks == ("+", " ", "-", "+")
     for old, new in ((below, f"{added}\n{below}"), (removed, instead)):

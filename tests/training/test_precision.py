@@ -185,7 +185,6 @@ def test_the_scale_goes_as_in_torch() -> None:
     state = make(LossScale(exponent=10, growth_steps=3), exact=True)
     for step in range(20):
         gradient = GRADIENTS[step % 3] * (math.inf if step in broken else 1.0)
-        assert state.loss_scale is not None
         assert state.loss_scale.factor == float(scaler.scale(torch.ones(())))
         parameter.grad = gradient * state.loss_scale.factor
         accumulator = state.new_accumulator()

@@ -1,6 +1,6 @@
 """Chooses the best shape for the present workers, and judges what a change to it would gain and cost.
 
-A machine that became unreliable again and again must stay ready for a while before it is used in a shape again.
+A flapping machine, one that became unreliable again and again, must stay ready for a while before a shape uses it.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def cost_of_morph_s(state: ControllerState) -> float:
 
 
 def _steady(state: ControllerState, now_s: float) -> tuple[tuple[WorkerId, ...], tuple[WorkerId, ...]]:
-    """Split the ready workers, in order: those to use, and those of flapping machines or an error at the next step."""
+    """Split the ready workers, in order: those to use; those on flapping machines or with an error in this step."""
     failed = state.failing.worker if state.failing is not None and not state.failing.final else None
     taken: list[WorkerId] = []
     left: list[WorkerId] = []

@@ -1,4 +1,4 @@
-"""A decision in the making: one transition is passed from handler to handler."""
+"""Collects a decision: one transition is passed from handler to handler, and each changes it."""
 
 from __future__ import annotations
 
@@ -78,13 +78,13 @@ class WorkerFields(TypedDict, total=False):
 
 
 class SliceChange(Generic[Fields]):
-    """A method of a transition that replaces some fields of the slice of its state at ``path``, which has ``kind``."""
+    """A method of ``Transition`` that replaces fields of the slice of the state at ``path``; ``kind``: its type."""
 
     def __init__(self, path: str, kind: Callable[Fields, object]) -> None:  # noqa: ARG002 (for its type)
         self._path = path.split(".")
 
     def __get__(self, transition: Transition, owner: type[Transition]) -> Callable[Fields, None]:
-        """Return a bound function, and keep no reference: a cycle of objects would keep each decision's state."""
+        """Return a bound function, not stored: a reference cycle would keep each decision's state in memory."""
 
         def change(*args: Fields.args, **fields: Fields.kwargs) -> None:
             assert not args, "fields are given by name"
@@ -99,7 +99,7 @@ class SliceChange(Generic[Fields]):
 
 class Transition:
     """The decision so far, at ``now_s``: the state, the actions in order, and the reason; every part of the controller
-    changes it. States are frozen: one read earlier does not change.
+    changes it. States are frozen: a state that was read earlier stays as it was.
     """
 
     change_step = SliceChange("step", StepProgress)
@@ -174,7 +174,7 @@ class Transition:
         self.change(workers={**self.state.workers, worker: entry.model_copy(update={**fields, "node": node})})
 
     def change_under_way(self, change: Callable[[PendingCheckpoint], PendingCheckpoint]) -> None:
-        """Change each checkpoint that workers write."""
+        """Change each checkpoint that is being written."""
         pending, earlier = self.state.saving.pending, self.state.saving.earlier
         self.change_saving(pending=None if pending is None else change(pending), earlier=tuple(map(change, earlier)))
 
@@ -188,7 +188,7 @@ class Transition:
         self.change_step(awaited=awaited, order=self.state.step.order if awaited else None)
 
     def forget(self, lost: Iterable[WorkerId]) -> None:
-        """Forget workers, and give back their VMs; a pending checkpoint for which they had to write becomes stale."""
+        """Forget workers, and release their VMs; a pending checkpoint that needs files of theirs becomes stale."""
         state, gone = self.state, set(lost)
         workers = {worker: entry for worker, entry in state.workers.items() if worker not in gone}
         pending, awaited = state.saving.pending, state.step.awaited - gone
@@ -207,7 +207,7 @@ class Transition:
             self.change_provisioning(nodes_wake_s=time_s)
 
     def once(self, question: Callable[[ControllerState, float], Answer], *depends_on: object) -> Answer:
-        """Answer a question about the state; the answer is cached until a part on which it depends is replaced."""
+        """Answer a question about the state; it is cached until an object of ``depends_on`` is replaced."""
         known = self._known.get(question)
         if known is None or any(then is not now for then, now in zip(known[0], depends_on, strict=True)):
             known = self._known[question] = (depends_on, question(self.state, self.now_s))

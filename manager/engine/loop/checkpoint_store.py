@@ -93,7 +93,8 @@ class CheckpointStore:
 
     def _write(self, manifest: Manifest, spared: Collection[Version]) -> None:
         try:
-            bounded(partial(self._write_held, manifest), self._rules.file_limit_s(0), "storage")
+            write = partial(write_manifest, self._checkpoint_url, manifest)
+            bounded(partial(self._held, write), self._rules.file_limit_s(0), "storage")
         except Exception as error:  # any storage's error; the controller keeps the previous checkpoint
             cause = f"{type(error).__name__}: {error}"
             self._event_queue.put(CheckpointFailed(worker=MANIFEST_WRITER, error=cause, version=manifest.version))
@@ -109,19 +110,15 @@ class CheckpointStore:
             fact = Fact(name="old_checkpoints_kept", detail=f"{type(error).__name__}: {error}")
             self._event_queue.put(fact)
 
-    def _write_held(self, manifest: Manifest) -> None:
+    def _held(self, write: Callable[[], object]) -> None:
         if self._lease is not None:
             self._lease.hold()
-        write_manifest(self._checkpoint_url, manifest)
-
-    def _mark_held(self, best: Best) -> None:
-        if self._lease is not None:
-            self._lease.hold()
-        mark_best(self._checkpoint_url, best)
+        write()
 
     def _mark(self, best: Best) -> None:
         try:
-            bounded(partial(self._mark_held, best), self._rules.file_limit_s(0), "storage")
+            mark = partial(mark_best, self._checkpoint_url, best)
+            bounded(partial(self._held, mark), self._rules.file_limit_s(0), "storage")
         except Exception as error:  # each kind of storage has its own errors; the next best one is marked
             self._event_queue.put(Fact(name="best_not_marked", detail=f"{type(error).__name__}: {error}"))
 

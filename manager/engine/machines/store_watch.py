@@ -34,7 +34,7 @@ class Store(Protocol):
 class StartedStore:
     """A store that the owner of the VMs starts. ``port``, ``pid``: 0 until they are known.
 
-    ``start_at``: starts the store at a host and port, ending an earlier one, and returns its process and port.
+    ``start_at``: starts the store at a host and port, ending an earlier one, and returns its process id and port.
     """
 
     start_at: Callable[[str, int], tuple[int, int]]
@@ -47,7 +47,7 @@ class StartedStore:
 
 
 class StoreWatch:
-    """Restarts the store when its process is gone, in its own thread, and notes that in the journal.
+    """Restarts the store in a thread when the store's process is gone, and notes both in the journal.
 
     Workers use the store only while groups are formed. If they do so while the store is down, they retry for longer
     than a restart takes; a generation whose groups were being formed is dissolved, and the next one finds the new
@@ -76,7 +76,7 @@ class StoreWatch:
             self._starting.start()
 
     def close(self) -> None:
-        """Stop restarting; waits up to ``CLOSE_TIMEOUT_S`` for a try that is under way."""
+        """Stop restarting; waits up to ``CLOSE_TIMEOUT_S`` for an attempt in progress."""
         self._over.set()
         if self._starting is not None:
             self._starting.join(CLOSE_TIMEOUT_S)

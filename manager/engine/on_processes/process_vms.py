@@ -34,11 +34,11 @@ _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_TH
 class ProcessVms:
     """A host of VMs that are processes; see ``VmHost``. All methods may be called from any thread.
 
-    A fork takes milliseconds, so VMs are started one after another. ``line``: to the process from which workers are
-    forked, whose control socket is in ``directory``. ``log_path``: receives the workers' standard error. ``home``:
-    returns where the worker of a VM calls. ``namespace_of``: returns the network namespace of a VM's host; None: this
-    machine's own network. ``pids``: the VMs that exist. ``order``: a pipe to the process, which waits for the modules
-    to import; None: it has imported them.
+    A fork takes milliseconds, so VMs are started one after another. ``line``: the connection to the process that forks
+    workers; its control socket is in ``directory``. ``log_path``: receives the workers' standard error. ``home``:
+    returns where a VM's worker connects. ``namespace_of``: returns the network namespace of a VM's host; None: this
+    machine's own network. ``pids``: the VMs that exist. ``order``: a pipe on which the forking process waits for the
+    job whose modules it imports; None: it has imported them.
     """
 
     boots_at_once = 1
@@ -68,7 +68,7 @@ class ProcessVms:
         remove_if_killed: Path | None = None,
         patience_s: float = 0.0,
     ) -> ProcessVms:
-        """Start the process from which workers are forked, which keeps the socket that they call.
+        """Start the process that forks workers, and that keeps open the socket to which they connect.
 
         It imports what every worker needs, in seconds, and does nothing else until ``start``. If this process is
         killed, everything outlives it by ``patience_s``, and the directory ``remove_if_killed`` is removed.
@@ -104,7 +104,7 @@ class ProcessVms:
         return cls(line, control_socket.parent, log_path, home, namespace_of, vms)
 
     def start(self, job_path: str = "") -> None:
-        """Let the process import the job's modules, if any, in seconds; ClusterError after ``START_TIMEOUT_S``."""
+        """Have the forking process import the job's modules, if any; ClusterError after ``START_TIMEOUT_S``."""
         self._log_path.touch()
         self._tell({"job": job_path, "log": str(self._log_path.absolute())})
         self._line.greeting(START_TIMEOUT_S)
@@ -129,7 +129,7 @@ class ProcessVms:
             raise ClusterLost("the process that owns the VMs is gone, and every VM with it")
 
     def start_store(self, host: str, port: int = 0, namespace: str | None = None) -> tuple[int, int]:
-        """Start the store, ending an earlier one; returns process and port. ClusterError after ``STORE_TIMEOUT_S``."""
+        """Start the store, ending an earlier one; returns pid and port. ClusterError after ``STORE_TIMEOUT_S``."""
         connection, theirs = socket.socketpair()
         with theirs:
             pid = self._ask({"store": host, "port": port, "namespace": namespace}, [theirs])
@@ -191,7 +191,7 @@ class ProcessVms:
         shutil.rmtree(self._directory, ignore_errors=True)
 
     def _tell(self, order: dict[str, str] | None) -> None:
-        """Send the begun host its order, or no order; only once."""
+        """Send the host process that was begun its order, once; None: close the pipe, which ends that process."""
         pipe, self._order = self._order, None
         if pipe is not None:
             with contextlib.suppress(BrokenPipeError), open(pipe, "wb") as stdin:  # noqa: PTH123 (a descriptor)

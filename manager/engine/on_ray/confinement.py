@@ -1,14 +1,14 @@
 """Confines a process: limits its use of files, the network and other processes. Linux only.
 
 A holder of Ray's token can make Ray's head node run code on the manager's machine, and pickles from VMs are read in the
-process that is Ray's driver. So both processes confine themselves before they communicate:
+process of Ray's driver. So the processes of the head node and the driver confine themselves before they communicate:
 
 - namespaces of their own show them the programs of the system and of Python, their own folder, six devices, and their
   own processes, but no files of the user, no Unix sockets of services, and no process or shared memory of others;
 - Landlock lets them write only in that folder, keeps them from inspecting or signalling outside processes, and closes
   ports below 1024, where the metadata services of clouds answer;
-- a filter of system calls closes what passes by Landlock's rules for ports (multipath TCP, TCP fast open, io_uring,
-  other families of sockets), and the user's keys in the kernel.
+- a seccomp filter closes what Landlock's rules for ports do not cover (multipath TCP, TCP fast open, io_uring, other
+  families of sockets), and the kernel's keyrings of the user.
 
 All processes that they start are confined too, irrevocably.
 """
@@ -55,7 +55,7 @@ SYSTEM = (
 )
 """Paths that every confined process may read, besides ``/proc``."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
-"""Devices that it may read and write."""
+"""Devices that every confined process may read and write."""
 _FAMILIES, _INTERNET_FAMILIES, _PROTOCOLS = (1, 16), (2, 10), (0, 6, 17)
 """Sockets that may be made: AF_UNIX, AF_NETLINK; AF_INET and AF_INET6 with these protocols (default, TCP, UDP)."""
 _FAST_OPEN = 0x20000000
@@ -65,7 +65,7 @@ _ALLOW, _REFUSE = 0x7FFF0000, 0x00050000
 
 @dataclass(frozen=True)
 class _Machine:
-    """Numbers of system calls. ``sends``: those that may connect a socket, and which argument holds their flags."""
+    """System call numbers. ``sends``: calls that may connect a socket, and which of their arguments holds flags."""
 
     architecture: int
     pivot_root: int
@@ -178,7 +178,7 @@ def of_python() -> list[Path]:
 
 
 def _own_namespaces() -> bool:
-    """Move to new namespaces of mounts, memory and processes, in a child that returns; False: that is not allowed."""
+    """Move to new mount, IPC and PID namespaces, in a child that returns; False: the machine does not allow it."""
     uid, gid = os.geteuid(), os.getegid()
     if _libc.unshare(_NEW_MOUNTS_IPC_AND_PROCESSES) != 0:
         if _libc.unshare(_NEW_MOUNTS_IPC_AND_PROCESSES | _NEW_USER) != 0:
@@ -192,7 +192,7 @@ def _own_namespaces() -> bool:
     os.close(kept_open)
     _checked(_libc.prctl(_SET_SIGNAL_OF_PARENTS_END, signal.SIGKILL, 0, 0, 0))
     if select.select([of_this], [], [], 0)[0]:
-        os._exit(1)  # the process outside ended before
+        os._exit(1)  # the parent, outside, has ended already
     os.close(of_this)
     if (second := os.fork()) != 0:
         _exit_as(second)
@@ -288,7 +288,7 @@ def _give_up_privileges() -> None:
 
 
 def _filter(machine: _Machine) -> bool:
-    """Refuse system calls that Landlock does not see; returns whether this kernel can."""
+    """Install a seccomp filter of system calls that Landlock does not check; returns whether this kernel can."""
 
     def unless(code: int, value: int, skipped: int) -> tuple[int, int, int, int]:
         return (code, 0, skipped, value)
@@ -297,11 +297,11 @@ def _filter(machine: _Machine) -> bool:
         return (_RETURN, 0, 0, value)
 
     def argument(number: int) -> tuple[int, int, int, int]:
-        return (_LOAD, 0, 0, 16 + 8 * number)  # its low half, on these machines
+        return (_LOAD, 0, 0, 16 + 8 * number)  # its low 32 bits: these machines are little-endian
 
     allow, refuse = returned(_ALLOW), returned(_REFUSE | errno.EPERM)
     program = [(_LOAD, 0, 0, 4), (_EQUAL, 1, 0, machine.architecture), refuse]
-    program += [(_LOAD, 0, 0, 0), unless(_AT_LEAST, 0x40000000, 1), refuse]  # another convention of calls of x86_64
+    program += [(_LOAD, 0, 0, 0), unless(_AT_LEAST, 0x40000000, 1), refuse]  # the x32 ABI of x86_64
     for number in machine.forbidden:
         program += [unless(_EQUAL, number, 1), refuse]
     for number, flags in machine.sends:

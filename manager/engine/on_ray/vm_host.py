@@ -49,7 +49,7 @@ END_TIMEOUT_S = 10.0
 LOOK_EVERY_S = 0.05
 LOG = "vm_host.log"
 NODE_ID, LOG_OF_RAYLET = "--node_id=", "--stdout_filepath="
-LONGEST_ERROR = 300
+LONGEST_ERROR, LOG_BYTES = 300, 65_536
 HEAD_PROCESSES = ("gcs_server", "raylet")
 _SET_REAPER_OF_ORPHANS = 36
 END_SESSION = """
@@ -269,9 +269,10 @@ class _Nodes:
         log, ended = _log_of(raylet), None
         with suppress(ChildProcessError):
             ended = os.waitid(os.P_PID, raylet.pid, os.WEXITED | os.WNOWAIT)
+        why = _why(ended, log)
         with self._lock:
             del self._vms[name]
-            self._say(gone=name, why=_why(ended, log))
+            self._say(gone=name, why=why)
         with suppress(ChildProcessError):
             os.waitpid(raylet.pid, 0)
 
@@ -300,11 +301,12 @@ def _log_of(raylet: psutil.Process) -> Path | None:
 
 
 def _why(ended: os.waitid_result | None, log: Path | None) -> str:
-    """Return how a raylet ended, with the last error in its log."""
+    """Return how a raylet ended, with the last error at the end of its log, which may be long."""
     errors: list[str] = []
     if log is not None:
-        with suppress(OSError):
-            errors = re.findall(r"^\[[^]]* [ECF] [^]]*\] (.*)", log.read_text("utf-8", "replace"), re.MULTILINE)
+        with suppress(OSError), log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - LOG_BYTES))
+            errors = re.findall(r"^\[[^]]* [ECF] [^]]*\] (.*)", file.read().decode("utf-8", "replace"), re.MULTILINE)
     if ended is None or ended.si_code == os.CLD_EXITED:
         how = "" if ended is None else f"with status {ended.si_status}"
     else:

@@ -13,10 +13,10 @@ MOST_AT_ONCE = 32
 
 
 class SerialExecutor:
-    """Runs tasks in the order in which they are put, until ``stop``.
+    """Runs tasks in the order in which they are submitted, until ``stop``.
 
-    ``failed``: called with a task's error; the next task still runs. ``idle``: called if no task was put for
-    ``idle_every_s`` seconds; None: never.
+    ``failed``: called with a task's error; the next task still runs. ``idle``: called if no task was submitted
+    for ``idle_every_s`` seconds; None: never.
     """
 
     def __init__(

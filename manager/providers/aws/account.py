@@ -242,19 +242,16 @@ class Account:
             for version, date in self._ec2.pages(
                 "describe_launch_template_versions", "LaunchTemplateVersions", what, LaunchTemplateName=self.template
             ):
-                asked_s[version.get("VersionDescription", "")] = (
-                    paid_since_s(version["CreateTime"], date or None, time.time()) or 0
-                )
-        listed = {found.token for found in self.look()[0]}
-        left_s = [
-            left_s
-            for token, at_s in asked_s.items()
-            if token and token not in listed and (left_s := at_s + self._bounds.list_s - time.time()) > 0
-        ]
+                made_s = paid_since_s(version["CreateTime"], date or None, time.time())
+                asked_s[version.get("VersionDescription", "")] = made_s or 0
+        listed, since_s = {"", *(found.token for found in self.look()[0])}, time.time() - self._bounds.list_s
+        left_s = [at_s - since_s for token, at_s in asked_s.items() if token not in listed and at_s > since_s]
         if left_s:
+            most_s = max(left_s)
             raise Transient(
                 f"{len(left_s)} of the run's instances were requested and are not listed by AWS, which may list new "
-                f"ones late: looked for during {max(left_s):.0f} s more"
+                f"ones late: looked for during {most_s:.0f} s more",
+                min(most_s, max(self._bounds.poll_s, (self._bounds.list_s - most_s) / 2)),
             )
 
     def parts(self) -> list[VolumeOrInterface]:

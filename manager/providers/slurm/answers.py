@@ -37,9 +37,9 @@ NEVER = frozenset(
         "QOSNotAllowed", "QOSTimeLimit",
     }
 )  # fmt: skip
-"""Reasons of waiting jobs that never begin, unless the user mends the cloud file."""
+"""Reasons with which a pending job never starts, unless the user corrects the cloud file."""
 ORDINARY = frozenset({"", "BeginTime", "Cleaning", "None", "Priority", "Prolog", "Resources"})
-"""Reasons of jobs that begin in time. A job with any other reason may begin."""
+"""Reasons of pending jobs that only wait their turn. With any other reason, a job may start or not."""
 WAITING = frozenset({"PENDING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD", "SPECIAL_EXIT"})
 OVER = frozenset(
     {
@@ -59,9 +59,9 @@ _KINDS: Sequence[tuple[type[ProviderError], str]] = (
         r"|[Mm]emory (specification|required)|Batch script|invalid option|not available to",
     ),
 )
-"""The meaning of a refusal, by words in it. Any other refusal may be over the next time."""
+"""The error that a refusal means, by a pattern in its text. Any other is ``Transient``: the next try may succeed."""
 _UNCONFIGURED = re.compile(r"configuration source|fetch_config|DNS SRV lookup", re.IGNORECASE)
-"""Without a slurm.conf Slurm's programs ask the controller for it, so they also say this while it is down."""
+"""Without a slurm.conf, Slurm's programs fetch it from slurmctld, so they print this also while slurmctld is down."""
 
 
 class Mark(Value):
@@ -79,7 +79,7 @@ class Mark(Value):
 
 
 class Job(Value):
-    """A job that Slurm knows. ``number``: as for scancel; ``mark``: None for jobs that Morph did not submit."""
+    """A job that Slurm knows. ``number``: the job id for scancel; ``mark``: None for jobs that Morph did not submit."""
 
     number: str
     name: str
@@ -93,7 +93,7 @@ class Job(Value):
 
     @property
     def phase(self) -> Literal["waiting", "running", "over"]:
-        """The phase of the job for a run."""
+        """Whether the job waits, runs or is over, whichever of Slurm's states it has."""
         if self.states & OVER:
             return "over"
         return "waiting" if self.states & WAITING else "running"
@@ -220,7 +220,7 @@ def why_over(text: str) -> str:
 
 
 def error_of(program: str, said: str) -> ProviderError:
-    """Return the error that failed output of sbatch, squeue or scancel means."""
+    """Return the error that the output of a failed sbatch, squeue or scancel means."""
     if _UNCONFIGURED.search(said):
         return Transient(
             f"{program} finds no configuration of Slurm: this machine has no slurm.conf (SLURM_CONF names another "

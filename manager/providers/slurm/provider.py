@@ -15,7 +15,6 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from manager.providers.interface.cloud import outcome
 from manager.providers.interface.provider import (
@@ -69,19 +68,12 @@ class Said:
     err: str
 
 
-class Runs(Protocol):
-    """Runs one of Slurm's programs."""
-
-    def __call__(self, command: Sequence[str], given: str = "") -> Said:
-        """Run a program with ``given`` on its standard input; blocks for a bounded time.
-
-        Transient: the program did not end in time; it may have had its effect. Misconfigured: the program cannot be
-        run.
-        """
-
-
 def run_program(command: Sequence[str], given: str = "", timeout_s: float = CALL_TIMEOUT_S) -> Said:
-    """See ``Runs``. Ctrl-C does not reach the program, because it may be submitting a job."""
+    """Run one of Slurm's programs with ``given`` on its standard input; blocks for a bounded time.
+
+    Ctrl-C does not reach the program, because it may be submitting a job. Transient: the program did not end in time;
+    it may have had its effect. Misconfigured: the program cannot be run.
+    """
     known = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     try:
         done = subprocess.run(
@@ -116,7 +108,7 @@ class SlurmProvider:
         name: RunName,
         script: Callable[[str, float], str],
         logs: Path,
-        run: Runs = run_program,
+        run: Callable[..., Said] = run_program,
         *,
         ending: str = "",
         delete_s: float = 180.0,

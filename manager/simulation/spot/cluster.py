@@ -1,4 +1,8 @@
-"""A spot cluster in virtual time, driven by the controller that drives real runs."""
+"""A spot cluster in virtual time, driven by the controller that drives real runs.
+
+Steps between which nothing else happens are skipped: the controller would decide the same each time.
+``tests/manager/test_jumping.py`` runs with and without skipping; every later event and decision must be equal.
+"""
 
 from __future__ import annotations
 
@@ -29,6 +33,7 @@ from manager.controller.state.actions import (
     StartWorker,
     WriteManifest,
 )
+from manager.controller.state.bounds import save_bound_s
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import (
     AnsweredAlike,
@@ -42,12 +47,14 @@ from manager.controller.state.events import (
     Together,
     WorkerLost,
 )
-from manager.controller.state.state import Decision, Phase, initial_state
+from manager.controller.state.nodes import NodeState
+from manager.controller.state.state import ControllerState, Decision, OutstandingOrder, Phase, initial_state, mean_of
+from manager.controller.steps.save_timing import is_due
 from manager.journal.records import DecisionRecord
-from manager.simulation.spot.fast_forward import passed, steps_alike
 from manager.simulation.spot.job import FINGERPRINT, SpotJob
 from manager.simulation.spot.outcome import Moment
 from manager.simulation.spot.vms import Acting, Told, Workers
+from morph.contract.decided import Decided
 from morph.contract.messages import Prepared
 from morph.contract.vm_names import workers_of
 
@@ -56,12 +63,82 @@ ByKind = Mapping[type, list[Action]]
 Watcher = Callable[[float, Event, Decision], None]
 
 
+def steps_alike(state: ControllerState, now_s: float, step_s: float, until_s: float) -> int:
+    """Return how many steps, beginning with the one ordered at ``now_s``, are each followed by another plain step.
+    ``step_s``: how long each takes until it is decided. ``until_s``: when the next event of another kind happens.
+    """
+    saving = state.saving
+    if not _is_steady(state, now_s):
+        return 0
+    quiet_s = min(until_s, wake_at_s(_with_order(state, None)) or math.inf)
+    under_way = saving.pending is not None and not saving.pending.stale
+    if saving.pending is not None and under_way:
+        quiet_s = min(quiet_s, saving.pending.started_s + save_bound_s(state))
+    most = state.config.num_steps - 1 - state.version
+    if quiet_s < math.inf:
+        most = min(most, math.ceil((quiet_s - now_s) / step_s) - 1)
+    if under_way or saving.sealing:  # no other save begins
+        return max(0, most)
+    every = state.config.policy.checkpoint_every_steps
+    if every is not None:
+        most = min(most, saving.checkpoint_base + every - state.version - 1)
+    if saving.save_times.insurance is not None:
+        most = min(most, math.ceil((saving.save_times.insurance.due_s - now_s) / step_s))
+    while most > 0 and is_due(*_passed(state, now_s, step_s, most)) is not None:
+        most -= 1
+    return max(0, most)
+
+
+def passed(state: ControllerState, now_s: float, step_s: float, num_steps: int) -> ControllerState:
+    """Return the state after this number of steps are decided and the next one is ordered."""
+    later, _ = _passed(state, now_s, step_s, num_steps)
+    return later
+
+
+def _passed(state: ControllerState, now_s: float, step_s: float, num_steps: int) -> tuple[ControllerState, float]:
+    assert state.step.order is not None, "a step is ordered"
+    version, saves = state.version + num_steps, state.saving.save_times
+    mean_s = saves.step_s
+    for _ in range(min(num_steps, 128)):  # the mean no longer changes by then
+        mean_s = mean_of(mean_s, step_s)
+    now_s += num_steps * step_s
+    later = _with_order(state, state.step.order.model_copy(update={"version": version, "sent_s": now_s}))
+    times = saves.model_copy(update={"step_s": mean_s, "ordered_s": now_s})
+    changes = {
+        "version": version,
+        "decided": Decided(version=version),
+        "saving": state.saving.model_copy(update={"save_times": times}),
+        "waits": state.waits.model_copy(update={"num_fruitless": 0, "resting_since_s": None}),
+    }
+    return later.model_copy(update=changes), now_s
+
+
+def _with_order(state: ControllerState, order: OutstandingOrder | None) -> ControllerState:
+    return state.model_copy(update={"step": state.step.model_copy(update={"order": order})})
+
+
+def _is_steady(state: ControllerState, now_s: float) -> bool:
+    """Return whether more steps like the running one follow: no change of shape, save or noticed loss is near."""
+    step = state.step
+    if state.phase is not Phase.TRAINING or step.order is None or step.order.version != state.version:
+        return False
+    if step.attempt or state.stop_reason is not None or state.failing is not None or state.pre_copy is not None:
+        return False
+    if state.waits.join_since_s is not None or step.loss_scale is not None or state.saving.save_times.weighs:
+        return False
+    for entry in state.workers.values():
+        waits = entry.eligible_s is not None and entry.eligible_s > now_s
+        if waits or entry.node is NodeState.DRAINING or entry.node is NodeState.SUSPECT:
+            return False
+    return state.saving.save_times.retry_s is None
+
+
 class SpotCluster:
-    """Plays a job on VMs that come and go, with processes in the virtual time of ``env``.
+    """Simulates a job on VMs that come and go, as SimPy processes in the virtual time of ``env``.
 
     One process is the manager (``_manage``), others are the actions of workers (:mod:`manager.simulation.spot.vms`).
-    The caller plays the lives of VMs: its processes call ``vm_came``, ``vm_noticed`` and ``vm_taken``. The run ends
-    once ``num_steps`` are done and saved. ``seed``: of random draws, if the job's durations have a spread.
+    The caller simulates the VMs: its processes call ``vm_came``, ``vm_noticed`` and ``vm_taken``. The run ends once
+    ``num_steps`` are done and saved. ``seed``: of the random durations, if the job's durations have a spread.
     ``num_expected``: VMs to wait for at the start. ``jumps``: skip steps between which nothing else happens.
     ``watcher`` is called with every event and its decision.
     """
@@ -137,7 +214,7 @@ class SpotCluster:
         self.env.process(wait())
 
     def play(self, until_s: float = math.inf) -> None:
-        """Play until this time, or until the run has ended."""
+        """Simulate until this time, or until the run has ended."""
         self._until_s = until_s
         with without_cycles():
             while self.finish is None and math.inf > min(self.env.peek(), self._wake_s) <= until_s:
@@ -166,16 +243,16 @@ class SpotCluster:
     # --- the manager -----------------------------------------------------------------------------------------
 
     def tell(self, events: Sequence[Told]) -> None:
-        """Tell the manager of events, together with all others of this instant."""
+        """Tell the manager of events, together with all others at the same virtual time."""
         self._told += events
         if not self._news.triggered:
             self._news.succeed()
 
     def _manage(self) -> Acting:
-        """Play the manager: it gets all events of one instant together, decides, and has the decisions carried out.
+        """Simulate the manager: it gets all events of one time together, decides, and has the decisions carried out.
 
         It also wakes up at the controller's next deadline. Each decision moves this deadline, and SimPy cannot cancel a
-        timeout, so ``play`` sets the alarm only once nothing else happens before it.
+        timeout, so ``play`` makes one only once no event comes before the deadline.
         """
         while self.finish is None:
             yield self._news
@@ -243,7 +320,7 @@ class SpotCluster:
         return _of(by_kind, SendStep)
 
     def _give(self, steps: list[SendStep], *, jumps: bool) -> Acting:
-        """Give the orders of a step, or of a later one, if nothing else happens until many equal steps are decided."""
+        """Send a step's orders; with ``jumps``, first skip the steps that are decided before anything else happens."""
         order = steps[0].order
         if jumps:
             yield from self._end_of_instant()
@@ -289,7 +366,7 @@ def _raise_as_it_is(process: simpy.Event) -> None:
 
 @contextlib.contextmanager
 def without_cycles() -> Iterator[None]:
-    """Turn off the search for cycles of objects: decisions form none, and the search takes longer than deciding."""
+    """Turn off Python's garbage collector: decisions form no reference cycles, and it takes longer than deciding."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -323,7 +400,7 @@ def _of(by_kind: ByKind, kind: type[Kind]) -> list[Kind]:
 
 
 def _record_of(decision: Decision, by_kind: ByKind) -> DecisionRecord:
-    """Return the actions that the ledger reads; of orders, only one that lets a worker write its state."""
+    """Return a record with only what the ledger reads: of step and commit orders, only the first that saves."""
     reshapes, state = _of(by_kind, SendReshape), decision.state
     steps = [action for action in _of(by_kind, SendStep) if action.order.checkpoint_units][:1]
     commits = [action for action in _of(by_kind, SendCommit) if action.order.checkpoint_units][:1]

@@ -29,8 +29,8 @@ _Positive = Annotated[float, Field(gt=0, le=1e7)]
 
 
 class Durations(Value):
-    """Durations of everything except steps, in seconds and bytes per second; a run has measured those that it can
-    measure.
+    """Durations of everything except steps, in seconds, and speeds in bytes per second; a real run measures some of
+    these.
 
     The defaults come from this project's measurements and from the papers, as noted.
     """
@@ -64,20 +64,20 @@ class Durations(Value):
 
 
 class RedundantCost(Value):
-    """The cost of redundant computation, as shares of a step without it (Bamboo; simulator/costs/redundant.py)."""
+    """The time of redundant computation, as shares of a step without it (Bamboo; simulator/costs/redundant.py)."""
 
     overhead: float = Field(ge=0, description="share in every step")
     pause: float = Field(ge=0, description="share when a VM is lost, on average")
 
 
 PUBLISHED = {"lflb": RedundantCost(overhead=0.0701, pause=1 / 2), "eflb": RedundantCost(overhead=0.1977, pause=1 / 3)}
-"""BERT's costs in Bamboo's table 4; on average, half the backwards are lost, with (lazy) or without their forwards."""
+"""BERT's costs in Bamboo's table 4. A loss repeats half the backwards on average; with ``lflb`` their forwards too."""
 
 
 class SpotJob(Value):
     """A job. ``plans[n]`` is the best plan of n workers, or of a pool; numbers that fit no plan are absent.
 
-    Each VM has ``gpus_per_vm``.
+    ``gpus_per_vm``: of each VM.
 
     ``unit_bytes``: parameters and optimizer state; ``section_compute_s``: forward and backward of one micro-batch.
     ``redundant``: the costs of policies with redundant computation, by "eflb" or "lflb". ``pipelines``: for each depth,
@@ -106,7 +106,7 @@ class SpotJob(Value):
 
     @property
     def fewest_workers(self) -> int:
-        """The numbers of workers that have a plan."""
+        """The smallest number of workers that has a plan."""
         return by_pool(self.plans)[0][0].num_gpus
 
     @property
@@ -137,7 +137,7 @@ def job_from_profile(
 ) -> SpotJob:
     """Plan for every number of workers, or every pool, up to ``most``, as a run would.
 
-    The request has the number of workers on a VM. ``node_types``: GPU types by a trace's instance types, for a pool.
+    ``request`` says how many workers a VM has. ``node_types``: GPU types by a trace's instance types, for a pool.
     Raises PlanError if no plan fits even the largest number.
     """
     plans: Mapping[Any, Plan]
@@ -184,7 +184,7 @@ def _equal_plans(
 def with_redundant_costs(job: SpotJob, profile: Profile, num_workers: int) -> SpotJob:
     """Return the job with the cost of redundant computation in the best shape of these workers; see ``simulate_plan``.
 
-    A single stage has no neighbour to compute for it, so the job is unchanged.
+    If that shape has a single stage, no neighbour can compute for it, and the job is unchanged.
     """
     plan = job.best_plan(num_workers, equal=True)
     if plan is None or plan.pipeline_depth == 1:

@@ -7,7 +7,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Container, Generator, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import simpy
 
@@ -15,7 +15,6 @@ from manager.controller.state.actions import Abort, SendCommit, SendPreCopy, Sen
 from manager.controller.state.config import units_by_stage
 from manager.controller.state.events import AnsweredAlike, PreCopyReported, Single, UnitsWritten, WorkerAnswered
 from manager.simulation.spot.job import SpotJob
-from manager.simulation.spot.progress import copied, partial_step_s, rounded, stage_pace
 from manager.simulation.spot.sums import StepStart, WorkerSums, with_losses
 from morph.contract.messages import (
     Aborted,
@@ -31,7 +30,7 @@ from morph.contract.messages import (
     WorkerReady,
 )
 from morph.contract.plan import Plan
-from morph.contract.salvage import KeptSums, PartialSum, Salvage
+from morph.contract.salvage import KeptSums, PartialSum, Salvage, share_in
 from morph.contract.timeline import ComputeTimes
 
 Told = Single | AnsweredAlike
@@ -39,6 +38,78 @@ Acting = Generator[simpy.Event, Any, None]
 """A process: an action of workers that takes time."""
 NO_SUM = "0" * 64
 ALIKE: Literal["answered_alike"] = "answered_alike"
+_PER_S = 1024
+"""Times are rounded to this fraction of a second, whose sums are exact, so that skipping steps changes nothing."""
+
+
+class StagePace(NamedTuple):
+    """When (s) a stage has run the first micro-batch of a step backward, and the time (s) for each further one."""
+
+    first_s: float
+    period_s: float
+
+    def num_backwards(self, share: int, elapsed_s: float) -> int:
+        """Return how many micro-batches of a share are run backward this number of seconds after the step began."""
+        if elapsed_s < self.first_s:
+            return 0
+        return min(share, 1 + math.floor((elapsed_s - self.first_s) / self.period_s)) if self.period_s else share
+
+
+def stage_pace(plan: Plan, stage: int, step_s: float) -> StagePace:
+    """Return a stage's pace in a step that takes ``step_s`` as a whole.
+
+    A pipeline of even stages completes one micro-batch every t once it is full: P forwards come before the first
+    backward of the last stage, and P - s - 1 backwards of later stages before the first of stage s. t is that of the
+    whole step.
+    """
+    replica = plan.replicas_of(stage)[0]
+    period_s, forward, depth = period_of(plan, replica, step_s), _forward_share(plan), plan.kind_of(replica).num_stages
+    return StagePace((depth * forward + (depth - plan.position(stage)) * (1 - forward)) * period_s, period_s)
+
+
+def copied(done: int, every: int, share: int) -> int:
+    """Return the number of micro-batches in the last copy of a worker's partial sums that arrived.
+
+    Copies are made whenever a multiple of ``every`` micro-batches of the ``share`` is left to do.
+    """
+    left = max(1, math.ceil((share - done) / every)) * every
+    return max(0, share - left)
+
+
+def rounded(time_s: float) -> float:
+    """Round a time up to one whose sums are exact."""
+    return math.ceil(time_s * _PER_S) / _PER_S
+
+
+def partial_step_s(plan: Plan, step_s: float, salvage: Salvage | None) -> float:
+    """Return the time of a step that runs only its missing part; ``step_s`` is the time of a whole one."""
+    if salvage is None:
+        return step_s
+    pipelines_s = [0.0]
+    for replica in range(plan.num_replicas):
+        if num := len(share_in(plan, replica, salvage)):
+            pipelines_s.append((num + plan.kind_of(replica).num_stages - 1) * period_of(plan, replica, step_s))
+    return rounded(_rest_share(plan) * step_s + max(pipelines_s))
+
+
+def period_of(plan: Plan, replica: int, step_s: float) -> float:
+    """Return the time between two micro-batches of a replica whose kind of pipeline is busy for the whole step."""
+    kind = plan.kind_of(replica)
+    return (1 - _rest_share(plan)) * step_s / (kind.longest_share + kind.num_stages - 1)
+
+
+def _rest_share(plan: Plan) -> float:
+    """Return the part of a step's time outside the pipelines."""
+    parts_s = plan.expected.parts_s
+    known_s = sum(parts_s.values())
+    return sum(parts_s.get(part, 0.0) for part in ("all_reduce", "optimizer", "commit")) / known_s if known_s else 0.0
+
+
+def _forward_share(plan: Plan) -> float:
+    """Return the forward's share of a micro-batch's time in a stage; a third if the plan does not say."""
+    parts_s = plan.expected.parts_s
+    compute_s = sum(parts_s.get(part, 0.0) for part in ("forward", "recompute", "backward"))
+    return parts_s["forward"] / compute_s if compute_s and "forward" in parts_s else 1 / 3
 
 
 @dataclass
@@ -57,10 +128,6 @@ class Formed:
     def plan(self) -> Plan:
         """The plan, P x D."""
         return self.order.plan
-
-    def begins_with(self, order: StepOrder) -> Salvage | None:
-        """Return the part of a step that exists before it is run."""
-        return self.order.salvage if order.step == self.order.version and order.attempt == 0 else None
 
 
 class Workers:
@@ -175,7 +242,7 @@ class Workers:
     def step(self, orders: Sequence[SendStep], order: StepOrder) -> None:
         """Run a step, and write a checkpoint meanwhile, on the workers that got ``orders``, including ``order``."""
         assert self.formed is not None
-        step_s = partial_step_s(self.formed.plan, self.formed.step_s, self.formed.begins_with(order))
+        step_s = partial_step_s(self.formed.plan, self.formed.step_s, self.formed.order.salvage_in(order))
         writers = {action.worker: action.order.checkpoint_units for action in orders if action.order.checkpoint_units}
         stall_s = self._save(writers, order.step) if writers else 0.0
         workers = tuple([action.worker for action in orders])
@@ -188,7 +255,7 @@ class Workers:
         """Return the answer, equal for all workers, to a step that began at this time, or to several at once."""
         assert self.formed is not None
         followed = self.formed.followed = bool(self.formed.order.follows) and begun_s >= self.formed.following_at_s
-        times, salvage = self.formed.times, self.formed.begins_with(order)
+        times, salvage = self.formed.times, self.formed.order.salvage_in(order)
         factor = float(num_steps)
         if salvage is not None:
             factor = partial_step_s(self.formed.plan, self.formed.step_s, salvage) / self.formed.step_s
@@ -305,7 +372,7 @@ class _Sums:
         if order.attempt or order.generation != formed.order.generation:
             self._workers = {}
             return
-        salvage = formed.begins_with(order)
+        salvage = formed.order.salvage_in(order)
         before, self._workers = self._workers, {}
         shape = formed.order
         keepers = {follow.worker: follow.follower for follow in shape.follows} if shape.copy_sums_every else {}

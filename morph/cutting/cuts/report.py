@@ -10,7 +10,7 @@ from morph.contract.messages import MARKS
 from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
 from morph.cutting.cuts.cost import RECURRENT
 from morph.cutting.exporting.exported_job import ExportedJob, GraphJob, MarkedJob
-from morph.cutting.sections.section import CutModel, Section
+from morph.cutting.sections.section import CutModel
 from morph.cutting.source.locate import node_line
 
 _UNEVEN = 1.5
@@ -89,7 +89,20 @@ def report_cuts(exported: ExportedJob, model: CutModel) -> CutReport:
         fingerprint=model.fingerprint,
         micro_batch_size=model.micro_batch_size,
         num_parameters=num_elements(model),
-        sections=tuple(_section_facts(model, section, kinds[section.signature], total) for section in model.sections),
+        sections=tuple(
+            SectionFacts(
+                index=section.index,
+                kind=kinds[section.signature],
+                begins_in=section.label,
+                source=section.source,
+                compute_share=section.cost / total,
+                num_parameters=num_elements(model, section.parameters),
+                batch_keys=section.batch_keys,
+                num_replicated=section.num_replicated,
+                num_constants=len(section.constants),
+            )
+            for section in model.sections
+        ),
         cuts=_cut_facts(model, total),
         tied_units=tuple((unit.id, unit.names) for unit in model.units if len(unit.sections) > 1),
         written_buffers=tuple(model.buffer_specs),
@@ -99,20 +112,6 @@ def report_cuts(exported: ExportedJob, model: CutModel) -> CutReport:
         refusal=exported.refusal if isinstance(exported, MarkedJob) else None,
         bound_by=_bound_by(exported, model),
         curve=_curve(exported),
-    )
-
-
-def _section_facts(model: CutModel, section: Section, kind: int, total: float) -> SectionFacts:
-    return SectionFacts(
-        index=section.index,
-        kind=kind,
-        begins_in=section.label,
-        source=section.source,
-        compute_share=section.cost / total,
-        num_parameters=num_elements(model, section.parameters),
-        batch_keys=section.batch_keys,
-        num_replicated=section.num_replicated,
-        num_constants=len(section.constants),
     )
 
 

@@ -1,4 +1,4 @@
-"""Replacements, during recording, of the few torch functions that do not work on fake tensors."""
+"""Replaces, during recording, the few torch functions that do not work on fake tensors."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def quiet_fakes() -> Iterator[None]:
 
 @contextmanager
 def unvalidated_distributions() -> Iterator[None]:
-    """Switch off checks of torch.distributions during a trace, because it has no values. Results do not change."""
+    """Switch off checks of torch.distributions during a trace: fake tensors have no values. Results do not change."""
     before = Distribution._validate_args
     Distribution.set_default_validate_args(False)
     try:
@@ -62,7 +62,7 @@ def unvalidated_distributions() -> Iterator[None]:
 
 
 def _as_one_operation(original: Callable[..., Tensor], tape: Tape) -> Callable[..., Tensor]:
-    """Record a function that redraws until no number is out of range as one operation: its loop needs the numbers."""
+    """Record as one operation a function that redraws until all numbers are in range: its loop needs values."""
 
     def write(tensor: Tensor, *numbers: float, generator: torch.Generator | None = None) -> Tensor:
         if not tape.knows(tensor):
@@ -74,7 +74,7 @@ def _as_one_operation(original: Callable[..., Tensor], tape: Tape) -> Callable[.
 
 
 def _apply_by_data(original: Callable[..., nn.Module]) -> Callable[..., nn.Module]:
-    """Convert fake parameters like real ones, by new data for the same parameter; torch would swap them."""
+    """Convert fake parameters as torch does real ones, by new data for the same object; torch would swap objects."""
 
     def apply(self: nn.Module, fn: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> nn.Module:
         given = [(name, value) for name, value in self._parameters.items() if value is not None]

@@ -24,9 +24,9 @@ _CALLER = str(Path(__file__).parents[1] / "trial_run" / "trial.py")  # the file 
 class Guard:
     """A condition on the number of samples that held in the trial, and on which the trace relies.
 
-    ``text``: as torch writes it, such as ``Eq(s0, 3)``. ``strength``: 2 if it holds for only one number, 1 for a range
-    of numbers, 0 if two sizes are equal, as those of the entries of a batch are. ``line``: ``file:line`` of the user's
-    code; None outside of it. ``module``: class of the innermost module that runs, if it is torch's own.
+    ``text``: as torch writes it, such as ``Eq(s0, 3)``. ``strength``: 2 if it fixes the number, 1 if it allows a range,
+    0 if it only says that two sizes are equal, as those of a batch's entries are. ``line``: ``file:line`` of the user's
+    code; None outside of it. ``module``: class of the innermost running module, if it is torch's own.
     """
 
     text: str
@@ -79,7 +79,7 @@ def watched_guards() -> Iterator[list[Guard]]:
 
 
 def decisive(guards: list[Guard]) -> Guard | None:
-    """Return the guard to report, preferably one in the user's code, or one that fixes the number of samples."""
+    """Return the guard to report: preferably in the user's code, and then one that fixes the number of samples."""
     return max(guards, key=lambda guard: (guard.line is not None, guard.strength), default=None)
 
 

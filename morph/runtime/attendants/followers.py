@@ -1,4 +1,4 @@
-"""A worker's part in following: it streams to its follower, and keeps the state of workers that it follows."""
+"""A worker's roles in following: it streams its state to its follower, and keeps copies of those that it follows."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ log = logging.getLogger(__name__)
 
 
 class FollowerLane(Attendant):
-    """Follows and is followed, for one worker. It begins anew with each generation; its failures do not disturb orders.
+    """Both roles of one worker. They start anew in each generation, and their failures fail no order of the manager.
 
-    ``workload``: makes the units that are followed. ``open_store``: lends a connection to the rendezvous store while a
-    block runs.
+    ``workload``: makes the units that are followed. ``open_store``: holds a connection to the rendezvous store
+    while a block runs.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class FollowerLane(Attendant):
         return unit_copy
 
     def at_version(self, current: Generation, order: StepOrder | CommitOrder, held: Units) -> None:  # noqa: ARG002
-        """Connect before a generation's first step; before each, start to send further units."""
+        """Connect before a generation's first step; before every step, start to send further units."""
         if isinstance(order, CommitOrder):
             return
         if self._formed is not None:
@@ -126,7 +126,7 @@ class FollowerLane(Attendant):
             self._outgoing.pass_on(units, decided)
 
     def after_reduction(self, current: Generation) -> dict[str, bool]:
-        """Send the reduced gradients of an undecided step, and wait for them; answer whether the follower holds them.
+        """Send an undecided step's reduced gradients, wait until they arrive; return whether the follower holds them.
 
         Raises GenerationAborted, PeerLost.
         """
@@ -136,7 +136,7 @@ class FollowerLane(Attendant):
         return {"followed": outgoing.settled(interrupt, interrupt.limit_s)}
 
     def in_step(self, version: int) -> dict[str, UnitState]:
-        """Return others' units that are here at this version, or with the gradients that lead to it."""
+        """Return the copies of others' units that are at this version, or have the gradients that lead to it."""
         if self._incoming is not None:
             return self._incoming.in_step(version)
         return {unit: state for unit, state in self._known.items() if state.version == version}
@@ -148,10 +148,10 @@ class FollowerLane(Attendant):
             self._outgoing.offer(lambda: frame_of(step, copies()))
 
     def before_answer(self, step: int, interrupt: Interrupt) -> None:
-        """Wait until the workers whose sums of a step are copied here have prepared it too.
+        """Wait until the workers whose sums of a step are copied here have prepared the step too.
 
         A worker that has prepared a step is no longer asked for its sums. Raises GenerationAborted; also PeerLost if
-        such a worker is cut off before: it may be lost, and the abandoned step then needs these copies.
+        one of them is cut off before that: if it is lost, the next shape needs the copies of its sums here.
         """
         outgoing, incoming = self._outgoing, self._incoming
         if outgoing is not None and self._offered == step:
@@ -180,7 +180,7 @@ class FollowerLane(Attendant):
             return [part for of_step, parts in self._copies.values() if of_step == step for part in parts]
 
     def hand_in(self, version: int) -> Units:
-        """End all following; received state stays as it is."""
+        """End all following, and return the copies at this version; they are not updated any more."""
         units = self.in_step(version)
         self._end()
         return units

@@ -25,6 +25,7 @@ from morph.contract.base import Value
 from morph.contract.cluster import RingSetting
 from morph.contract.errors import ConfigError
 from morph.runtime.device.devices import Device, Event, Stream
+from morph.runtime.device.links import Begun
 from morph.runtime.device.staging import EventThread
 from morph.runtime.groups.channels import GroupSpec, as_bytes, first_clause, ring_label
 from morph.runtime.groups.interrupt import Interrupt
@@ -97,35 +98,21 @@ class RingStream:
         self.events = EventThread("morph-rings")
 
 
-class OnDevice:
-    """An operation under way on the device; holds its tensors until it is done."""
+class OnDevice(Begun):
+    """An operation under way on the device, which holds its tensors until it is done."""
 
     def __init__(self, event: Event, events: EventThread, tensors: tuple[Tensor, ...], interrupt: Interrupt) -> None:
-        self._event, self._interrupt = event, interrupt
-        self._is_done = False
-        self._failure: Exception | None = None
-        self.done_at_s = 0.0
-        """When it was done, on the clock of ``time.perf_counter``."""
-        events.after(event, self._finished, self._fail, tensors)
+        super().__init__(interrupt)
+        self._event, self._done_at_s = event, 0.0
+        events.after(event, self._finished, self.fail, tensors)
 
     def _finished(self) -> None:
-        self.done_at_s = time.perf_counter()
-        self._is_done = True
-        self._interrupt.notify()
-
-    def _fail(self, error: Exception) -> None:
-        self._failure = error
-        self._interrupt.notify()
+        self._done_at_s = time.perf_counter()
+        self.begin(())
 
     @property
-    def done(self) -> bool:
-        """See ``Transfer.done``. Raises the error of the device."""
-        if self._failure is not None:
-            raise self._failure
-        return self._is_done
-
-    def wait(self, what: str, timeout_s: float | None = None) -> float:
-        return self._interrupt.wait_for(lambda: self.done, what, timeout_s)
+    def done_at_s(self) -> float:
+        return self._done_at_s
 
 
 class DeviceRing:

@@ -74,7 +74,7 @@ def parameter_unit(unit: EmulatedUnit) -> ParameterUnit:
 
 def make_unit(device: EmulatedDevice, unit: EmulatedUnit, clock: DeviceClock, num_micro_batches: int) -> UnitState:
     """Return a unit's state at version 0, the same in every process."""
-    random = torch.Generator().manual_seed(_seed_of(device.seed, unit.id))
+    random = torch.Generator().manual_seed(zlib.crc32(f"{device.seed}/{unit.id}".encode()))
     state = EmulatedUnitState(
         parameter_unit(unit),
         {unit.id: torch.randn(unit.real_values, generator=random) * 0.02},
@@ -91,10 +91,6 @@ def gradient_patterns(device: EmulatedDevice) -> dict[str, Tensor]:
     random = torch.Generator().manual_seed(device.seed)
     longest = torch.randn(max(unit.real_values for unit in device.units), generator=random)
     return {unit.id: longest[: unit.real_values] for unit in device.units}
-
-
-def _seed_of(seed: int, unit: str) -> int:
-    return zlib.crc32(f"{seed}/{unit}".encode())
 
 
 def _adam(named: Iterable[tuple[str, Parameter]]) -> Optimizer:

@@ -89,7 +89,8 @@ def _run_single(
 ) -> Manifest:
     torch.set_num_threads(1)
     loaded = LoadedJob(job_path)
-    job, model, cut = loaded.job, loaded.cut(num_sections, micro_batch_size).model, None
+    job, cut = loaded.job, None
+    model = loaded.cut(job.num_sections if num_sections is None else num_sections, micro_batch_size).model
     with suppress(CannotKeep):
         cut = loaded.handed(len(model.sections), micro_batch_size)
     plan = single_plan(model.fingerprint, len(model.sections), micro_batch_size, job.batch_size // micro_batch_size)

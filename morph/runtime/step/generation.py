@@ -10,7 +10,7 @@ import torch
 
 from morph.contract.messages import WEIGHT, ReshapeOrder, Slot, StepOrder
 from morph.contract.plan import Plan
-from morph.contract.salvage import Salvage, share_in
+from morph.contract.salvage import share_in
 from morph.cutting.sections.section import BoundaryTensor, CutModel
 from morph.data.lengths import Size
 from morph.runtime.device.links import Link, link_over
@@ -110,17 +110,10 @@ class Generation:
         sender = worker_at(self.order.slots, sender_stage, self.slot.replica)
         return self.groups.channel(edge_name(self.order.generation, self.slot.replica, boundary, kind), sender)
 
-    def salvage_in(self, order: StepOrder) -> Salvage | None:
-        """Return the partial sums from which a step continues, if there are any.
-
-        They exist only for the first attempt at the generation's first step.
-        """
-        return self.order.salvage if order.step == self.order.version and order.attempt == 0 else None
-
     def micro_batches_in(self, order: StepOrder) -> Sequence[int]:
         """Return the micro-batches that this worker's replica runs in a step."""
         assert self.slot is not None
-        return share_in(self.plan, self.slot.replica, self.salvage_in(order), order.num_micro_batches)
+        return share_in(self.plan, self.slot.replica, self.order.salvage_in(order), order.num_micro_batches)
 
     def num_micro_batches(self, order: StepOrder) -> int:
         """Return the number of a step's micro-batches, over all replicas."""

@@ -270,7 +270,7 @@ class KnownSums:
     def begin(self, current: Generation, order: StepOrder) -> StepSums:
         """Return the sums of a step that begins, or that begins again in another shape with its kept sums."""
         assert current.slot is not None
-        salvage = current.salvage_in(order)
+        salvage = current.order.salvage_in(order)
         mine = [] if salvage is None else [entry for entry in salvage.sums if entry.receiver == self._worker]
         every, micro_batches = current.order.copy_sums_every, current.micro_batches_in(order)
         keep = current.order.keep_sums and order.attempt == 0  # no other worker has the scales of a later attempt

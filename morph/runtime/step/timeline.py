@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from morph.contract.errors import RunDirError
-from morph.contract.files import write_whole
+from morph.contract.files import write_output
 from morph.contract.timeline import Span, SpanKind, StepTimeline
 
 _TRACKS: dict[SpanKind, str] = {
@@ -87,10 +87,7 @@ def trace(timelines: Sequence[StepTimeline]) -> dict[str, Any]:
 
 def write_trace(timelines: Sequence[StepTimeline], path: Path) -> None:
     """Write the trace of one step into a file, atomically."""
-    try:
-        write_whole(path, json.dumps(trace(timelines)))
-    except OSError as error:
-        raise RunDirError(f"cannot be written: {error.strerror}", source=str(path)) from error
+    write_output(path, json.dumps(trace(timelines)), RunDirError)
 
 
 def _key(one: Laid) -> tuple[int, int, SpanKind, int | None]:
