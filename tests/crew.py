@@ -6,8 +6,10 @@ A worker lives in a process that is forked here, or in a thread of this one; the
 from __future__ import annotations
 
 import multiprocessing
+import multiprocessing.util
 import os
 import signal
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,6 +70,10 @@ from tests.waiting import BOUND_S, PATIENCE, poll_until
 FORKS = multiprocessing.get_context("forkserver")
 """Imports a worker's modules once, so that members start without delay; separate processes would import for seconds."""
 FORKS.set_forkserver_preload(["tests.runtime.ready_to_fork"])
+if len(tempfile.gettempdir()) > 60:  # the server's socket has no room below it
+    tempfile.tempdir = "/tmp"
+    multiprocessing.util.get_temp_dir()  # which is kept
+    tempfile.tempdir = None
 LOOPBACK = "127.0.0.1"
 SETUP_S = 300.0 * PATIENCE
 BEATS_EVERY_S = 0.05

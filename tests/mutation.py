@@ -3,8 +3,9 @@
 A mutant is a module with one small change inside a function: another comparison, ``and`` for ``or``, a condition turned
 round, a number one larger, a statement left out. The tests run once as they are, which also shows which of them run
 which line. Then each mutant runs, in a fork of that process, the tests that run its line. A test that fails has killed
-it. Tests whose mutants are all killed by others can go, as far as this module is concerned; mutants that no test kills
-show what is not tested, or what makes no difference.
+it. Tests whose mutants are all killed by others can go, as far as this module is concerned: ``--without`` asks this of
+the tests in a file, one name a line, with mutants of lines that they run. Mutants that no test kills show what is not
+tested, or what makes no difference.
 
 Code outside of functions, such as defaults of fields, is not mutated, and nothing that numba compiles.
 """
@@ -21,7 +22,7 @@ import os
 import random
 import sys
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -156,10 +157,12 @@ class Trial:
         self._then(self)
         return True
 
-    def run(self, chosen: Collection[str], until_one_fails: bool = False) -> None:
+    def run(self, chosen: Collection[str], most_kills: int | None = None) -> None:
+        """Run tests, those that took least first, until ``most_kills`` functions have failed."""
         items = [item for item in self._items if item.nodeid in chosen]
+        items.sort(key=lambda item: self.seconds[item.nodeid])
         for item, following in zip_longest(items, items[1:]):
-            if not (until_one_fails and self.failed):
+            if most_kills is None or len(set(map(function_of, self.failed))) < most_kills:
                 item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
 
     @pytest.hookimpl(wrapper=True)
@@ -186,11 +189,11 @@ class Trial:
 
 
 def killers(
-    mutant: Mutant, functions: list[FunctionType], trial: Trial, chosen: Collection[str], until_one_fails: bool
+    mutant: Mutant, functions: list[FunctionType], trial: Trial, chosen: Collection[str], most_kills: int | None
 ) -> list[str] | None:
     """Return the tests that fail with a mutant, or ``timeout``; None: it changes no function of the loaded module."""
     ours, theirs = FORKS.Pipe()
-    process = FORKS.Process(target=_try, args=(theirs, mutant, functions, trial, chosen, until_one_fails))
+    process = FORKS.Process(target=_try, args=(theirs, mutant, functions, trial, chosen, most_kills))
     process.start()
     theirs.close()
     limit_s = LEAST_S + 10 * sum(trial.seconds[test] for test in chosen)
@@ -209,16 +212,21 @@ def _try(
     functions: list[FunctionType],
     trial: Trial,
     chosen: Collection[str],
-    until_one_fails: bool,
+    most_kills: int | None,
 ) -> None:
     for stream in (1, 2):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
     if not put_in(mutant.code(), functions):
         told.send(None)
         return
-    trial.run(chosen, until_one_fails)
-    told.send(sorted(set(trial.failed)))
+    trial.run(chosen, most_kills)
+    told.send(sorted(set(map(function_of, trial.failed))))
     os._exit(0)
+
+
+def function_of(test: str) -> str:
+    """Return the name of a test without its parameters."""
+    return test.partition("[")[0]
 
 
 def not_needed(killed: Mapping[str, Iterable[str]], tests: Iterable[str]) -> list[str]:
@@ -241,43 +249,69 @@ def main() -> None:
     """Print each mutant and what kills it, the score, and the tests whose mutants are all killed by others."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutation", description=__doc__.partition("\n")[0])
     parser.add_argument("modules", nargs="+", help="modules to change, such as manager.controller.decide")
-    parser.add_argument("--most", type=int, default=10**6, help="try this many mutants, drawn at random")
+    parser.add_argument("--most", type=int, default=10**6, help="try this many of each module, drawn at random")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--all", action="store_true", help="run all tests of a mutant, not only until one fails")
+    parser.add_argument("--kills", type=int, default=1, help="run a mutant's tests until so many functions fail")
+    parser.add_argument("--all", dest="kills", action="store_const", const=None, help="run all tests of a mutant")
+    parser.add_argument("--without", type=Path, help="a list of tests: which of their kills others make too")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at once")
     parser.add_argument("--json", type=Path, help="write what kills each mutant here")
     split = sys.argv.index("--") if "--" in sys.argv else len(sys.argv)
     options, arguments = parser.parse_args(sys.argv[1:split]), sys.argv[split + 1 :]
     paths = {name: str(importlib.import_module(name).__file__) for name in options.modules}
+    without = set(options.without.read_text(encoding="utf-8").split()) if options.without else set()
     killed: dict[str, list[str]] = {}
 
     def try_all(trial: Trial) -> None:
         for name, path in paths.items():
-            killed.update(_of_module(name, path, options, trial))
+            killed.update(_of_module(name, path, options, without, trial))
+            if options.json:
+                options.json.write_text(json.dumps(killed, indent=1), encoding="utf-8")
 
     trial = Trial(paths.values(), try_all)
     if (code := pytest.main([*PYTEST, *arguments], plugins=[trial])) != pytest.ExitCode.OK:
         sys.exit(int(code))
-    survivors = [told for told, found in killed.items() if not found]
-    print(f"\n{len(killed) - len(survivors)} of {len(killed)} mutants are killed; not:", *survivors, sep="\n  ")
-    if options.all:
-        gone, num = not_needed(killed, trial.seconds), len(trial.seconds)
-        print(f"\n{len(gone)} of {num} tests kill nothing that the others do not kill:", *gone, sep="\n  ")
-    if options.json:
-        options.json.write_text(json.dumps(killed, indent=1), encoding="utf-8")
+    if without:
+        alone = {told: found for told, found in killed.items() if set(found) <= without}
+        print(f"\n{len(killed)} mutants are killed with these tests, {len(killed) - len(alone)} without; not:")
+        print(*(f"  {told}: {', '.join(found)}" for told, found in alone.items()), sep="\n")
+        num_kills = Counter(test for found in killed.values() for test in found)
+        gone = [f"{test}: {num_kills[test]} mutants" for test in not_needed(alone, without) if num_kills[test]]
+        print("\nall mutants of these tests are killed without them:", *gone, sep="\n  ")
+    else:
+        survivors = [told for told, found in killed.items() if not found]
+        print(f"\n{len(killed) - len(survivors)} of {len(killed)} mutants are killed; not:", *survivors, sep="\n  ")
+        if options.kills != 1:
+            tests = set(map(function_of, trial.seconds))
+            gone, num = not_needed(killed, tests), len(tests)
+            print(f"\n{len(gone)} of {num} tests kill nothing that the others do not kill:", *gone, sep="\n  ")
 
 
-def _of_module(name: str, path: str, options: argparse.Namespace, trial: Trial) -> dict[str, list[str]]:
+def _of_module(
+    name: str, path: str, options: argparse.Namespace, without: set[str], trial: Trial
+) -> dict[str, list[str]]:
+    def run_by(mutant: Mutant) -> set[str]:
+        return {test for line in mutant.lines for test in trial.lines[path, line]}
+
+    def tried(mutant: Mutant) -> list[str] | None:
+        if not without:
+            chosen = run_by(mutant)
+            return killers(mutant, functions, trial, chosen, options.kills) if chosen else []
+        left_out = {test for test in run_by(mutant) if function_of(test) in without}
+        others = run_by(mutant) - left_out
+        if found := killers(mutant, functions, trial, left_out, None):
+            if not without & set(found):  # they hang: any of them may be the one that does
+                found = sorted(set(map(function_of, left_out)))
+            found += (killers(mutant, functions, trial, others, 1) or []) if others else []
+        return found or None
+
     mutants, functions = mutants_of(Path(path)), functions_of(path)
+    if without:
+        mutants = [mutant for mutant in mutants if without & set(map(function_of, run_by(mutant)))]
     if len(mutants) > options.most:
         mutants = sorted(
             random.Random(options.seed).sample(mutants, options.most), key=lambda mutant: mutant.lines.start
         )
-
-    def tried(mutant: Mutant) -> list[str] | None:
-        chosen = {test for line in mutant.lines for test in trial.lines[path, line]}
-        return killers(mutant, functions, trial, chosen, not options.all) if chosen else []
-
     found = {}
     began_s = time.monotonic()
     with ThreadPoolExecutor(options.jobs) as pool:

@@ -49,6 +49,7 @@ def temporary() -> Iterator[Path]:
         pytest.param(0, (), {"LC_ALL": "C"}, id="LC_ALL=C"),
         pytest.param(0, ANOTHER_USER, {}, id="another user"),
         pytest.param(0, (), {"HOME": "/sys"}, id="a home that nobody can write to"),
+        pytest.param(0, (), {"TMPDIR": "long"}, id="a TMPDIR of 87 characters"),
     ],
 )
 def test_telling_tests_pass_on_other_machines_too(
@@ -60,6 +61,10 @@ def test_telling_tests_pass_on_other_machines_too(
         os.chown(temporary, NOBODY, NOBODY)
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(("PYTEST_", "MORPH_"))}
     given = {**inherited, "MORPH_TEST_PATIENCE": str(PATIENCE), "HOME": str(temporary), **environment}
+    folder = temporary
+    if "TMPDIR" in environment:
+        folder = temporary / ("t" * (86 - len(str(temporary))))
+        folder.mkdir()
     options = ["-q", "-p", "no:cacheprovider", "-m", "not long", f"--deselect={UNREADABLE}"]
     command = [*before, sys.executable, "-m", "pytest", *options, *TELLING]
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(num_busy)]
@@ -67,7 +72,7 @@ def test_telling_tests_pass_on_other_machines_too(
         done = subprocess.run(
             command,
             cwd=ROOT,
-            env=given | {"TMPDIR": str(temporary)},
+            env=given | {"TMPDIR": str(folder)},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,

@@ -6,9 +6,18 @@ from pathlib import Path
 import pytest
 
 from manager.engine.loop.lease import Lease
+from manager.host.folders import OWN_SOCKET, make_folder, remove
 from morph.contract.cluster import Limits
 from morph.contract.rules import CheckpointRules
 from tests.engine.driver_scene import Run
+
+
+@pytest.fixture
+def socket_folder() -> Iterator[Path]:
+    """Return a folder for sockets, as a run has one: unlike that of ``tmp_path``, its name is short enough."""
+    folder = make_folder(OWN_SOCKET)
+    yield folder
+    remove(folder)
 
 
 @pytest.fixture

@@ -31,7 +31,6 @@ class Host:
     """Accepts connections, and records how each ended."""
 
     def __init__(self, directory: Path) -> None:
-        directory.mkdir(mode=0o700)
         self.control_socket = directory / "control_socket"
         self.ended: list[bool] = []
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -67,8 +66,8 @@ def run_dir(tmp_path: Path) -> Iterator[RunDir]:
 
 
 @pytest.fixture
-def host(tmp_path: Path, run_dir: RunDir) -> Iterator[Host]:
-    started = Host(tmp_path / "host")
+def host(socket_folder: Path, run_dir: RunDir) -> Iterator[Host]:
+    started = Host(socket_folder)
     write_attachment(
         run_dir,
         Attachment(kind="ray", control_socket=started.control_socket, store_host="h", store_port=1, command=COMMAND),

@@ -22,9 +22,9 @@ from tests.waiting import BOUND_S, poll_until
 
 
 @pytest.fixture
-def listener(tmp_path: Path) -> Iterator[socket.socket]:
+def listener(socket_folder: Path) -> Iterator[socket.socket]:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
-        listening.bind(str(tmp_path / "control_socket"))
+        listening.bind(str(socket_folder / "control_socket"))
         listening.listen(1)
         yield listening
 
@@ -41,13 +41,13 @@ def let_in(control_socket: ControlSocket) -> None:
 
 
 def test_a_host_that_starts_still_is_not_asked_to_end_but_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, socket_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This is Ctrl-C while Ray's head node boots: the host would not read a request until the node is up."""
     monkeypatch.setattr(host_line, "END_TIMEOUT_S", 600.0)
     (tmp_path / "deaf.py").write_text("import time\ntime.sleep(600)\n", encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    line = HostLine.start("deaf", tmp_path / "control_socket", 0.0, tmp_path / "log", env=environment)
+    line = HostLine.start("deaf", socket_folder / "control_socket", 0.0, tmp_path / "log", env=environment)
     assert not line.end()
     line.kill()
     assert not psutil.pid_exists(line.pid)
@@ -124,10 +124,10 @@ def test_a_listener_gets_every_packet_and_then_the_end(listener: socket.socket) 
         assert packets == [{"name": "a", "error": "no room"}, {"gone": "b"}, {}]
 
 
-def test_the_end_of_a_host_is_reported_at_once(listener: socket.socket, tmp_path: Path) -> None:
+def test_the_end_of_a_host_is_reported_at_once(listener: socket.socket, socket_folder: Path) -> None:
     control_socket = ControlSocket(listener, patience_s=BOUND_S)
     connection = visitor(listener)
-    line = HostLine(connection, tmp_path)
+    line = HostLine(connection, socket_folder)
     host = control_socket.next()
     host.close()
     with pytest.raises(ClusterError, match="ended"):
@@ -136,9 +136,9 @@ def test_the_end_of_a_host_is_reported_at_once(listener: socket.socket, tmp_path
         line.send({"add": "a"})
     connection.close()
     control_socket.close()
-    for path in (tmp_path / "control_socket", tmp_path / "never"):
+    for path in (socket_folder / "control_socket", socket_folder / "never"):
         with pytest.raises(ClusterError, match="owned its VMs is gone"):
-            HostLine.attach(path, tmp_path)
+            HostLine.attach(path, socket_folder)
 
 
 def test_a_packet_that_is_not_a_managers_ends_that_visit_alone() -> None:
@@ -168,10 +168,10 @@ def test_the_vms_live_on_without_a_descriptor_for_the_next_manager(listener: soc
 
 
 def test_a_host_without_a_manager_shows_that_it_lives(
-    listener: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    listener: socket.socket, socket_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_socket_module, "SIGN_OF_LIFE_EVERY_S", 0.001)
-    control_socket, path = ControlSocket(listener, patience_s=BOUND_S), tmp_path / "control_socket"
+    control_socket, path = ControlSocket(listener, patience_s=BOUND_S), socket_folder / "control_socket"
     with visitor(listener):
         let_in(control_socket)
         control_socket.settle()

@@ -18,7 +18,6 @@ from manager.engine.loop.event_queue import EventQueue
 from manager.engine.machines import preemption
 from manager.engine.machines.attachment import Attachment
 from manager.engine.machines.preemption import SOCKET_NAME, PreemptionAnswer, PreemptionRequest, PreemptionServer
-from manager.host.folders import make_folder, remove
 from manager.injection import injector
 from manager.injection.injector import Injection, ask, inject
 from manager.journal.records import PREEMPTION_FAILED, PREEMPTION_INJECTED, Fact
@@ -93,14 +92,12 @@ class World:
 
 
 @pytest.fixture
-def world(tmp_path: Path) -> Iterator[World]:
-    folder = make_folder()
+def world(tmp_path: Path, socket_folder: Path) -> Iterator[World]:
     with RunDir(tmp_path / "run", FACTS):
-        opened = World(tmp_path / "run", folder)
+        opened = World(tmp_path / "run", socket_folder)
         yield opened
         opened.desk.close()
-        assert not (folder / SOCKET_NAME).exists()
-    remove(folder)
+        assert not (socket_folder / SOCKET_NAME).exists()
 
 
 def injected(vm: str, how: str) -> Fact:

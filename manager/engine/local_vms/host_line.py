@@ -67,11 +67,11 @@ class HostLine:
         between. ``stdin``: the file from which the host reads further orders before it opens the log itself; until then
         it writes to this process's standard error.
         """
-        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         output = log_path.open("ab") if stdin is None else nullcontext(sys.__stderr__)
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener, output as errors:
             listener.bind(str(control_socket))
             listener.listen(1)
+            connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             connection.connect(str(control_socket))
             process = subprocess.Popen(
                 [sys.executable, "-m", module, str(listener.fileno()), str(patience_s), *arguments],
