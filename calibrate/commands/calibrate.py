@@ -248,7 +248,7 @@ def _show(profile: Profile, node_type: str | None) -> None:
     console.print(tables.section_table(shown))
     for line in tables.whole_model_lines(shown):
         console.print(line, highlight=False)
-    console.print(f"beside busy neighbours: {tables.contention_text(shown.contention)}", highlight=False)
+    console.print(f"times while others compute here: {tables.contention_text(shown.contention)}", highlight=False)
     if node_type is None:
         speed = profile.checkpoint_write_bytes_per_s / 1e6
         console.print(f"checkpoints: {speed:.0f} MB/s; {profile.environment.device}", highlight=False)

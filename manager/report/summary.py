@@ -93,7 +93,7 @@ def _saved(report: RunReport) -> str:
     if report.best_version is not None:
         saved += f", the best at step {report.best_version}"
     if report.next_save is not None:
-        saved += f", the next in {max(0.0, report.next_save.due_s - report.end_s):.0f} s: {report.next_save.why}"
+        saved += f", the next in {max(0.0, report.next_save.due_s - report.end_s):.0f} s ({report.next_save.why})"
     return saved
 
 

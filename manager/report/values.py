@@ -215,10 +215,10 @@ class RunReport(Value):
 
     @property
     def changes_text(self) -> str:
-        """The number of changes of shape, of forced ones, and of those by injected preemptions."""
-        text = f"{len(self.morphs)}, {sum(not morph.planned for morph in self.morphs)} of them forced"
+        """The number of changes of shape, of those after a loss, and of those after a loss by ``morph inject``."""
+        text = f"{len(self.morphs)}, {sum(not morph.planned for morph in self.morphs)} of them after a loss"
         injected = sum(bool(morph.injected) for morph in self.morphs)
-        return text + (f", {injected} by injected preemptions" if injected else "")
+        return text + (f" ({injected} by morph inject)" if injected else "")
 
     @property
     def first_step(self) -> StepRecord | None:

@@ -70,8 +70,8 @@ def _cut_for_workers(loaded: LoadedJob, job_path: str, num_sections: int, micro_
             return loaded.handed(num_sections, micro_batch_size)
     except CannotKeep as reason:
         print(
-            f"note: each worker exports the model itself, which makes its start as slow as the first export: Morph can "
-            f"store no model with {reason}. Training is the same; VMs join faster without it in the model",
+            f"note: workers start more slowly, because each must export the model itself: it contains {reason}, which "
+            "Morph cannot store with the cuts. Training is the same",
             file=sys.stderr,
         )
         return None

@@ -123,7 +123,7 @@ def test_injected_and_real_losses_are_distinguished(kind: type[JournalledCluster
     (victim,) = cluster.killed_s
     assert report.morphs[0].injected == ((victim,) if is_injected else ())
     for told in (summarise(report), report_page(report, None)):
-        assert ("1 by injected preemptions" in told) == is_injected
+        assert ("(1 by morph inject)" in told) == is_injected
     assert (f"{victim} lost (injected); 3x2 -> 2x2" in summarise(report)) == is_injected
     assert (f"(injected: {victim})" in report_page(report, None)) == is_injected
 

@@ -291,6 +291,22 @@ class Phase(StrEnum):
     ABORTING = "aborting"
     ENDED = "ended"
 
+    @property
+    def words(self) -> str:
+        """The phase in words that need no explanation."""
+        return _IN_WORDS.get(self, self.value)
+
+
+_IN_WORDS = {
+    Phase.WAITING: "waiting for VMs",
+    Phase.HOLDING: "waiting for a worker",
+    Phase.RESTING: "waiting before another attempt",
+    Phase.RESHAPING: "forming the shape",
+    Phase.COMMITTING: "saving",
+    Phase.SEALING: "saving",
+    Phase.ABORTING: "leaving the shape",
+}
+
 
 class PreCopy(Value):
     """A planned change to ``slots`` of ``plan``, whose units are pre-copied while the present generation trains on.

@@ -255,7 +255,7 @@ def _write_data(tensor: Tensor) -> Json:
     if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise CannotKeep("a tensor that is not plain")
     if not tensor.is_contiguous() or tensor.numel() * tensor.element_size() > _MOST_DATA_BYTES:
-        raise CannotKeep("much data")
+        raise CannotKeep(f"a tensor of shape {list(tensor.shape)} that its constructor does not make")
     content = base64.b64encode(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
     return [_name(tensor.dtype), list(tensor.shape), list(tensor.stride()), content]
 
