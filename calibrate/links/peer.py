@@ -209,15 +209,12 @@ class _Messages:
         """
         begun_s = time.perf_counter()
 
-        def next_batch() -> int:
-            return self._next_batch(sampling, time.perf_counter() - begun_s)
-
         self._run(_WARM_UP, lambda: 1)
         self._sent.clear()
         self._received.clear()
         count = 1
         while count:
-            count = self._run(count, next_batch)
+            count = self._run(count, lambda: self._next_batch(sampling, time.perf_counter() - begun_s))
         return (self._sent, self._received) if self._begins else (self._received, self._sent)
 
     def _next_batch(self, sampling: Sampling, spent_s: float) -> int:

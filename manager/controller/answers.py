@@ -130,10 +130,6 @@ def _note_prepared(transition: Transition, answers: Mapping[WorkerId, Prepared])
     _note_evaluation(transition, _alike(answers).values())
 
 
-def _note_committed(transition: Transition, answers: Mapping[WorkerId, Committed]) -> None:
-    _note_evaluation(transition, _alike(answers).values())
-
-
 def _note_evaluation(transition: Transition, answers: Iterable[Prepared | Committed]) -> None:
     state = transition.state
     if state.evaluation is None or not state.evaluation.acts:
@@ -158,7 +154,7 @@ def _note_aborted(transition: Transition, answers: Mapping[WorkerId, Aborted]) -
 _NOTES: Mapping[type, Callable[[Transition, Mapping[WorkerId, Any]], None]] = {
     Reshaped: _note_reshaped,
     Prepared: _note_prepared,
-    Committed: _note_committed,
+    Committed: lambda transition, answers: _note_evaluation(transition, _alike(answers).values()),
     Aborted: _note_aborted,
 }
 

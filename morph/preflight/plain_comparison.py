@@ -305,7 +305,7 @@ class _Sides:
     def _run_sections(self, seed: int) -> _Step:
         torch.manual_seed(seed)
         given = {**dict(self._plain.named_buffers()), **dict(self._plain.named_parameters())}
-        add = self._sums.add if self._sums is not None else _leave
+        add = self._sums.add if self._sums is not None else lambda _name, _gradient: None
         try:
             batch, model = self._batches[seed]
             return _run_sections(model, given, batch, add)
@@ -319,10 +319,6 @@ class _Sides:
                 field="model",
                 allowed="operations that torch.export records" + OR_MARK,
             ) from error
-
-
-def _leave(_name: str, _gradient: Tensor) -> None:
-    """Ignore a gradient."""
 
 
 def _plain_model(job: Job, exported: ExportedJob, device: torch.device) -> nn.Module:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field
 
 from manager.controller.state.profile_correction import Correction
 from manager.controller.state.saves import NextSave
@@ -266,4 +266,3 @@ Action = (
     | NoteBadStep
     | Finish
 )
-ACTION: TypeAdapter[Action] = TypeAdapter(Annotated[Action, Field(discriminator="kind")])

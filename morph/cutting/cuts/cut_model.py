@@ -41,7 +41,8 @@ _OF_A_BLOCK = 0.5
 
 def marked_positions(analysis: Analysis, positions: Sequence[Position]) -> list[Position]:
     """Return the marked positions among all positions, in order; none if nothing is marked."""
-    nodes = [*_cut_point_calls(analysis), *(_first_node(analysis, name) for name in analysis.exported.cut_points)]
+    nodes = [node for node in analysis.sequence if _innermost_type(node) == _MARK]
+    nodes += [_first_node(analysis, name) for name in analysis.exported.cut_points]
     by_index = {place.index: place for place in positions}
     marked: dict[int, Position] = {}
     for node in nodes:
@@ -56,10 +57,6 @@ def marked_positions(analysis: Analysis, positions: Sequence[Position]) -> list[
             )
         marked[place] = by_index[place]
     return [marked[place] for place in sorted(marked)]
-
-
-def _cut_point_calls(analysis: Analysis) -> list[Node]:
-    return [node for node in analysis.sequence if _innermost_type(node) == _MARK]
 
 
 def _innermost_type(node: Node) -> str | None:

@@ -117,7 +117,7 @@ class Tape:
     @contextmanager
     def constructing(self) -> Iterator[None]:
         """While the block runs, draws from generators that it seeds itself are recorded with their states."""
-        torch.rand(_odd_number(self.seed))  # no seed that the constructor may set gives this state
+        torch.rand(1 + 2 * (_seed(self.seed, -1) % 50_000))  # no seed that the constructor may set gives this state
         self.untouched = torch.default_generator.get_state()
         try:
             yield
@@ -152,7 +152,7 @@ class Tape:
         with unset_fake_temporarily(), torch.no_grad():
             state = generator.get_state()
             if function in _OVERWRITES:  # only the target's shape matters
-                made = [_laid_out_as(reference) for reference in references]
+                made = [torch.empty_strided(each.size, each.stride, dtype=each.dtype) for each in references]
             else:
                 made = self.materialise(references)
             real = dict(zip(references, made, strict=True))
@@ -395,14 +395,6 @@ def _compact(tensor: Tensor) -> Tensor:
 
 def _given_generator(args: Any, kwargs: Any) -> torch.Generator | None:
     return next((leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator)), None)
-
-
-def _laid_out_as(reference: TensorRef) -> Tensor:
-    return torch.empty_strided(reference.size, reference.stride, dtype=reference.dtype)
-
-
-def _odd_number(seed: int) -> int:
-    return 1 + 2 * (_seed(seed, -1) % 50_000)
 
 
 def _generator(seed: int, draw: int | Tensor) -> torch.Generator:

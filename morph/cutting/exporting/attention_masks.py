@@ -100,15 +100,11 @@ def _hides_nothing_else(mask: Node) -> bool:
         values: Tensor = _computed(mask, {})
     except _UnknownError:
         return False
-    shown = values if values.dtype == torch.bool else values == 0
-    if not bool((shown | _is_hidden(values)).all()):
+    is_bool = values.dtype == torch.bool  # other masks are added to the scores
+    shown, hidden = (values, ~values) if is_bool else (values == 0, values <= torch.finfo(values.dtype).min / 2)
+    if not bool((shown | hidden).all()):
         return False  # its other entries are not zero
     return bool(shown.all()) or bool((shown == torch.ones(shape, dtype=torch.bool).tril()).all())
-
-
-def _is_hidden(mask: Tensor) -> Tensor:
-    """Return where a mask hides entries; floating-point masks are added to the scores."""
-    return ~mask if mask.dtype == torch.bool else mask <= torch.finfo(mask.dtype).min / 2
 
 
 def known_numbers(tensor: Tensor) -> Tensor | None:

@@ -151,7 +151,8 @@ def _apply(function: type[Function], *args: Any, **kwargs: Any) -> Any:
     numbers = [leaf for leaf in leaves if isinstance(leaf, torch.SymInt | torch.SymFloat)]
     if any(isinstance(leaf, nn.Module) for leaf in leaves):
         raise _refused(function, "is given a module")
-    call = UserFunction(function, tuple(_left_out(leaves)), spec, tuple(_needs_gradient(leaf) for leaf in args))
+    needs_gradient = tuple(isinstance(each, Tensor) and each.requires_grad for each in args)
+    call = UserFunction(function, tuple(_left_out(leaves)), spec, needs_gradient)
     _calls.append(call)
     return call.put_together(torch.ops.morph.user_function(len(_calls) - 1, tensors, numbers))
 
@@ -165,10 +166,6 @@ def _left_out(leaves: Sequence[Any]) -> Iterator[Any]:
             yield _Given(False, next(numbers))
         else:
             yield leaf
-
-
-def _needs_gradient(argument: Any) -> bool:
-    return isinstance(argument, Tensor) and argument.requires_grad
 
 
 def _dry_run(call: int, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:

@@ -28,11 +28,6 @@ class BoundaryTensor:
     wide_dtype: torch.dtype | None = None
 
     @property
-    def computed_dtype(self) -> torch.dtype:
-        """The type in which sections compute it."""
-        return self.wide_dtype or self.dtype
-
-    @property
     def num_bytes(self) -> int:
         """The size of this tensor for m samples, in bytes."""
         return prod(self.shape) * self.dtype.itemsize

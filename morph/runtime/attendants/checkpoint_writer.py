@@ -72,13 +72,10 @@ def write_initial_checkpoint(
             prepare(state)
         written = write_unit(checkpoint_url, 0, unit.id, "import", state.tensors())
         files.append(UnitFile(**written.model_dump(exclude={"worker", "version", "stall_s"})))
-    manifest = Manifest(fingerprint=model.fingerprint, version=0, units=_sorted(files), kind="imported")
+    units = tuple(sorted(files, key=lambda entry: entry.unit))
+    manifest = Manifest(fingerprint=model.fingerprint, version=0, units=units, kind="imported")
     write_manifest(checkpoint_url, manifest)
     return manifest
-
-
-def _sorted(files: Iterable[UnitFile]) -> tuple[UnitFile, ...]:
-    return tuple(sorted(files, key=lambda entry: entry.unit))
 
 
 @dataclass(frozen=True)

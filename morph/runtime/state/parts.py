@@ -28,11 +28,6 @@ def from_reals(flat: Tensor, like: Tensor) -> Tensor:
     return (torch.view_as_complex(flat.view(-1, 2)) if like.is_complex() else flat).view(like.shape)
 
 
-def num_reals(tensor: Tensor) -> int:
-    """Return the number of elements that ``reals`` makes of a tensor."""
-    return tensor.numel() * (2 if tensor.is_complex() else 1)
-
-
 class Memory:
     """Flat memory of one step, taken from an earlier step: new pages cost as much as passes over them.
 
@@ -73,7 +68,7 @@ class UnitPart:
     def __init__(self, names: tuple[str, ...], like: Mapping[str, Tensor], dtype: torch.dtype, memory: Memory) -> None:
         self.names = names
         self.mean_dtype = like[names[0]].dtype.to_real()
-        self.sizes = [num_reals(like[name]) for name in names]
+        self.sizes = [like[name].numel() * (2 if like[name].is_complex() else 1) for name in names]
         self.size = sum(self.sizes)
         self._memory = memory.take(self.size + SLACK, dtype)
         self._memory[self.size :].zero_()

@@ -231,7 +231,8 @@ def run_section(
     try:
         with torch.enable_grad():
             with autocast(precision, device_type):
-                given = tuple(leaf.to(spec.computed_dtype) for leaf, spec in zip(leaves, section.inputs, strict=True))
+                dtypes = [spec.wide_dtype or spec.dtype for spec in section.inputs]
+                given = tuple(leaf.to(dtype) for leaf, dtype in zip(leaves, dtypes, strict=True))
                 results = section(given, batch, parameters)
             outputs, written = results[: len(section.outputs)], results[len(section.outputs) :]
             outputs = tuple(
