@@ -95,14 +95,17 @@ def export_command(
         else:
             manifest = read_manifest(stored.url, version)
             model, tensors = exported(manifest)
-        size_bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        num_tensors, size_bytes = (
+            len(tensors),
+            sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
+        )
         show_progress(f"writing {output}", 0.8)
         if model is None:
             write_plain_file(output, tensors)
         else:
             save: Any = model.save_pretrained
             write_folder(output, lambda folder: _save_folder(save, folder, tensors))
-    print(f"wrote version {manifest.version} to {output}: {len(tensors)} tensors, {size_bytes / 2**20:.1f} MiB")
+    print(f"wrote version {manifest.version} to {output}: {num_tensors} tensors, {size_bytes / 2**20:.1f} MiB")
 
 
 def _save_folder(save: Any, folder: Path, tensors: dict[str, Tensor]) -> None:
