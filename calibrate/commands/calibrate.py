@@ -36,9 +36,10 @@ CALIBRATE_HELP = """Measure a job on this machine: once, section by section, int
 """
 DEFAULT_OUTPUT = Path("profile.json")
 _BUSY_SHARE = 0.5
-_PLACES = {
-    "device": ("morph calibrate", "--device"),
-    "checkpoint_url": ("morph calibrate", "--checkpoint-url"),
+PLACES = {
+    "device": ("", "--device"),
+    "checkpoint_url": ("", "--checkpoint-url"),
+    "micro_batch_size": ("", "--micro-batch"),
 }
 
 
@@ -156,7 +157,7 @@ def calibrate_command(
     doing(f"loading PyTorch and {job}")
     from morph.preflight.checks import users_code
 
-    with progress() as told, users_code(job), places(_PLACES):
+    with progress() as told, users_code(job), places(PLACES):
         found = measure(told)
     write_profile(found, path, as_read=known is not None)
     for field in ("links", "rings") if known is None else ():
@@ -198,7 +199,7 @@ def _check_options(
     from morph.contract.errors import ConfigError
 
     def refuse(field: str, message: str, value: object, allowed: str) -> None:
-        raise ConfigError(message, source="morph calibrate", field=field, value=value, allowed=allowed)
+        raise ConfigError(message, field=field, value=value, allowed=allowed)
 
     option, given = ("--between-zones", "") if between_zones else ("--add-node-type", node_type)
     if given is None:
@@ -207,8 +208,6 @@ def _check_options(
         return
     if between_zones and node_type is not None:
         refuse("--add-node-type", "contradicts --between-zones", node_type, "one of the two")
-    if not between_zones and not given.strip():
-        refuse("--add-node-type", "is empty", given, "a name")
     if profile is None:
         refuse(option, "needs a profile to add to", given or None, "with --profile")
     for field, value in others.items():

@@ -104,8 +104,10 @@ def estimate_command(
       morph profile estimate configs/jobs/llama.py:llama_8b --device h100
       morph profile estimate job.py:job --device v100 --device t4 -o two.json
     """
+    from calibrate.commands.calibrate import PLACES
     from calibrate.estimating.data_sheets import Reached, sheet_of
     from calibrate.render import tables
+    from morph.cli.reading.errors import places
     from morph.cli.reading.progress import doing, progress
     from morph.contract.errors import ProfileError
     from morph.contract.profile import estimates, write_profile
@@ -118,7 +120,7 @@ def estimate_command(
     from calibrate.estimating.estimate import estimate_profile
     from morph.preflight.checks import users_code
 
-    with progress() as told, users_code(job):
+    with progress() as told, users_code(job), places(PLACES):
         made = estimate_profile(
             job, device, reached=reached, gbit_per_s=gbit_per_s, micro_batch_sizes=micro_batch, progress=told
         )

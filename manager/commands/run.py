@@ -178,6 +178,8 @@ def run_command(
         ("--trace-speed", trace_speed, ranges.TRACE_SPEED),
         ("--price", price, ranges.USD_PER_HOUR),
         ("--on-demand-price", on_demand_price, ranges.USD_PER_HOUR),
+        ("-P", pipeline_depth, ranges.COUNT),
+        ("-D", num_replicas, ranges.COUNT),
     ):
         if value is not None:
             allowed.check(option, value)

@@ -33,6 +33,7 @@ from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig, JobFile, LocalVms
 from morph.contract.errors import ConfigError, JobError, RunDirError
 from morph.contract.job_facts import Epochs
+from morph.contract.kinds import mistaken
 from morph.contract.messages import HandedCut, JobCode
 from morph.contract.profile import Profile, load_profile
 from morph.contract.trace import Trace, load_trace
@@ -222,9 +223,8 @@ def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:
         path = Path(request.job)
         return resolve(request, path, load_job_file(path, request.settings), run_dir)
     if not any(split_job(request.job)):
-        raise ConfigError(
-            "is not a job", field="JOB", value=request.job, allowed="path/to/file.py:name, or a job file (YAML)"
-        )
+        problem = mistaken(Path(request.job), "is not a job")
+        raise ConfigError(problem, source=request.job, allowed="path/to/file.py:name, or a job file (YAML)")
     if request.profile is None or request.cluster is None:
         missing = "--profile" if request.profile is None else "--cluster"
         made = {"--profile": "a file that `morph calibrate JOB -o FILE` wrote", "--cluster": "a cluster file (YAML)"}

@@ -69,9 +69,12 @@ def locked(path: Path, limit_s: float, tell: Callable[[str], None] = lambda _: N
 
 
 def check_output(path: Path, error_type: type[InputError]) -> None:
-    """Refuse a file that cannot be written, before there is anything to write."""
+    """Refuse a file that cannot be written, or whose name is one of code or settings, before any work."""
     if path.is_dir():
         raise error_type("cannot be written: it is a folder", source=str(path), allowed="a file name")
+    if path.suffix in (".py", ".yaml", ".yml"):
+        told = f"cannot be written: {path.suffix} is the ending of code or settings"
+        raise error_type(told, source=str(path), allowed="another name")
     if not path.parent.is_dir():
         raise error_type(
             "cannot be written: its folder does not exist", source=str(path), allowed="a file in an existing folder"
