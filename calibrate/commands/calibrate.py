@@ -110,7 +110,7 @@ def calibrate_command(
 ) -> None:
     """Run the command; CALIBRATE_HELP is its help."""
     from morph.cli.reading.errors import places
-    from morph.contract.errors import ConfigError, ProfileError
+    from morph.contract.errors import ConfigError
     from morph.contract.files import check_output
     from morph.contract.profile import load_profile, write_profile
 
@@ -127,21 +127,21 @@ def calibrate_command(
         raise ConfigError("needs a node in another zone", field="--between-zones", allowed="with --peer")
     other_node = _peer_address(peer, token_file)
     path = output or profile or DEFAULT_OUTPUT
-    check_output(path, ProfileError)
+    check_output(path)
     known = load_profile(profile) if profile is not None else None
     busy = _busy_note()
     begun_s = time.monotonic()
 
-    def measure(told: Told) -> Profile:
+    def measure(advance: Told) -> Profile:
         from calibrate import add_node_type, add_zone_links, calibrate
         from calibrate.links.network import Carriers
 
         if known is not None and node_type is not None:
-            return add_node_type(known, job, node_type, num_samples=samples, device=device, progress=told)
+            return add_node_type(known, job, node_type, num_samples=samples, device=device, progress=advance)
         if known is not None and other_node is not None:
-            return add_zone_links(known, other_node, num_samples=samples, device=device, progress=told)
+            return add_zone_links(known, other_node, num_samples=samples, device=device, progress=advance)
         sizes = tuple(micro_batch) if micro_batch else None
-        found = calibrate(
+        measured = calibrate(
             job,
             micro_batch_sizes=sizes,
             num_samples=samples,
@@ -149,21 +149,21 @@ def calibrate_command(
             checkpoint_url=checkpoint_url,
             peer=other_node,
             carriers=Carriers(links.value, rings.value),
-            progress=told,
+            progress=advance,
             check=_check_job,
         )
-        return _with_commit_round(found, samples) if commit_round else found
+        return _with_commit_round(measured, samples) if commit_round else measured
 
     doing(f"loading PyTorch and {job}")
     from morph.preflight.checks import users_code
 
-    with progress() as told, users_code(job), places(PLACES):
-        found = measure(told)
-    write_profile(found, path, as_read=known is not None)
+    with progress() as advance, users_code(job), places(PLACES):
+        measured = measure(advance)
+    write_profile(measured, path, as_read=known is not None)
     for field in ("links", "rings") if known is None else ():
-        if field in found.sources:
-            print(f"warning: {field} were measured over {found.sources[field]}", file=sys.stderr)
-    _show(found, node_type)
+        if field in measured.sources:
+            print(f"warning: {field} were measured over {measured.sources[field]}", file=sys.stderr)
+    _show(measured, node_type)
     if busy is not None:
         print(busy, file=sys.stderr)
     print(f"measured in {time.monotonic() - begun_s:.0f} s; written: {path}")
@@ -179,8 +179,8 @@ def _check_job(subject: Subject) -> None:
 
     device, model = subject.device, subject.cut(subject.job.micro_batch_size or 1)
     effort = Effort(memory_bytes=available_bytes(device), device=device, leave_out=frozenset({"data"}))
-    found = check(CutJob(subject.job_path, subject.job, subject.loaded.exported, model), effort)
-    for line in (*found.warnings, found.comparison):
+    report = check(CutJob(subject.job_path, subject.job, subject.loaded.exported, model), effort)
+    for line in (*report.warnings, report.comparison):
         print(line, file=sys.stderr)
 
 

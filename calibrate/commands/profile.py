@@ -39,12 +39,10 @@ def show_command(
     """
     from calibrate.render import tables
     from morph.cli.reading.errors import places
-    from morph.contract.errors import ProfileError
     from morph.contract.profile import load_profile
     from morph.tables import wide_console
 
-    if png is not None:
-        check_output(png, ProfileError)
+    check_output(png)
     shown = load_profile(profile)
     if node_type is not None:
         with places({"node_types": (str(profile), "--node-type")}):
@@ -109,10 +107,9 @@ def estimate_command(
     from calibrate.render import tables
     from morph.cli.reading.errors import places
     from morph.cli.reading.progress import doing, progress
-    from morph.contract.errors import ProfileError
     from morph.contract.profile import estimates, write_profile
 
-    check_output(output, ProfileError)
+    check_output(output)
     reached = Reached.parse(reach)
     for name in device:
         sheet_of(name)
@@ -120,9 +117,9 @@ def estimate_command(
     from calibrate.estimating.estimate import estimate_profile
     from morph.preflight.checks import users_code
 
-    with progress() as told, users_code(job), places(PLACES):
+    with progress() as advance, users_code(job), places(PLACES):
         made = estimate_profile(
-            job, device, reached=reached, gbit_per_s=gbit_per_s, micro_batch_sizes=micro_batch, progress=told
+            job, device, reached=reached, gbit_per_s=gbit_per_s, micro_batch_sizes=micro_batch, progress=advance
         )
     write_profile(made, output)
     for line in (*tables.whole_model_lines(made), *estimates(made, device)):

@@ -33,8 +33,8 @@ def kinds_of(profile: Profile) -> list[list[SectionProfile]]:
     return groups
 
 
-def _alike(one: SectionProfile, other: SectionProfile) -> bool:
-    return (one.forward, one.backward, one.output_bytes_per_sample) == (
+def _alike(section: SectionProfile, other: SectionProfile) -> bool:
+    return (section.forward, section.backward, section.output_bytes_per_sample) == (
         other.forward,
         other.backward,
         other.output_bytes_per_sample,

@@ -35,7 +35,7 @@ def refine_command(
     from morph.yaml_files import load_job_file
 
     facts, target = read_facts(run_dir), output or run_dir / "profile.json"
-    check_output(target, ProfileError)
+    check_output(target)
     path = profile
     if path is None:
         request = kept_request(run_dir)
@@ -58,6 +58,6 @@ def refine_command(
         own = [each for name, each in types.items() if name not in added]
         factors = own[0] if own else (1.0,) * known.num_sections
     refined = known.corrected(factors, types)
-    write_output(target, refined.model_dump_json(indent=2) + "\n", ProfileError)
+    write_output(target, refined.model_dump_json(indent=2) + "\n")
     print(correction.sentence)
     print(f"written: {target}")

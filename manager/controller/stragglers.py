@@ -75,8 +75,7 @@ def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
 def _close_windows(transition: Transition) -> list[int]:
     """Close the windows of each stage whose replicas all have a full one; return these stages.
 
-    Each worker's queued time is left out of its times if all members lack cores. Otherwise it counts, because the
-    pipeline waits for a worker whose machine is busy with other things.
+    Queued time counts, since the pipeline waits for a busy machine, unless all members lack cores.
     """
     state = transition.state
     rules, workers = state.config.policy.rules.stutter, dict(state.workers)
@@ -130,8 +129,7 @@ def _with_sums(
 ) -> dict[WorkerId, Judgement]:
     """Judge workers also by the total time of many windows: a worker that stops now and then has a good median.
 
-    The differences between windows show how much of a total is chance. Many windows and a clear excess are required,
-    because a core that is taken away stays away for several windows.
+    A clear excess is required, because a core that is taken away stays away for several windows.
     """
     assert state.plan is not None, "no shape is formed"
     members, rules = members_by_stage(state), state.config.policy.rules.stutter

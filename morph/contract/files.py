@@ -23,11 +23,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write or replace a file atomically: a reader sees the old or the new content. Text is written as UTF-8.
-
-    The file's folder must exist. ``mode``: permissions before the umask. After an OSError nothing was changed or left
-    behind.
-    """
+    """Write or replace a file atomically, in an existing folder; after an OSError everything is as it was."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -42,11 +38,7 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
 
 @contextmanager
 def locked(path: Path, limit_s: float, tell: Callable[[str], None] = lambda _: None) -> Iterator[None]:
-    """Hold the lock of a file, which is made if it is missing and names its holder; the kernel frees a dead one's lock.
-
-    ``path``: the file; its folder must exist. ``tell``: called once with a sentence that names the holder, if another
-    process holds the lock. Raises WaitTimeout if another process holds the lock for so long.
-    """
+    """Hold the lock of a file, which is made if missing; ``tell`` is given its holder. Raises WaitTimeout."""
     until_s, holder = time.monotonic() + limit_s, ""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE), "r+") as file:
         while True:
@@ -68,28 +60,29 @@ def locked(path: Path, limit_s: float, tell: Callable[[str], None] = lambda _: N
         yield
 
 
-def check_output(path: Path, error_type: type[InputError]) -> None:
-    """Refuse a file that cannot be written, or whose name is one of code or settings, before any work."""
-    if path.is_dir():
-        raise error_type("cannot be written: it is a folder", source=str(path), allowed="a file name")
-    if path.suffix in (".py", ".yaml", ".yml"):
-        told = f"cannot be written: {path.suffix} is the ending of code or settings"
-        raise error_type(told, source=str(path), allowed="another name")
-    if not path.parent.is_dir():
-        raise error_type(
-            "cannot be written: its folder does not exist", source=str(path), allowed="a file in an existing folder"
-        )
-    if not os.access(path.parent, os.W_OK):
-        raise error_type("cannot be written: its folder is not writable", source=str(path))
+def check_output(*paths: Path | None) -> None:
+    """Refuse files that cannot be written, or whose names are those of code or settings, before any work."""
+    for path in filter(None, paths):
+        problem, allowed = "", "a file in an existing folder"
+        if path.is_dir():
+            problem, allowed = "it is a folder", "a file name"
+        elif path.suffix in (".py", ".yaml", ".yml"):
+            problem, allowed = f"{path.suffix} is the ending of code or settings", "another name"
+        elif not path.parent.is_dir():
+            problem = "its folder does not exist"
+        elif not os.access(path.parent, os.W_OK):
+            problem = "its folder is not writable"
+        if problem:
+            raise InputError(f"cannot be written: {problem}", source=str(path), allowed=allowed)
 
 
-def write_output(path: Path, content: str | bytes, error_type: type[InputError]) -> None:
+def write_output(path: Path, content: str | bytes) -> None:
     """Write a file that the user requested, completely or not at all."""
-    check_output(path, error_type)
+    check_output(path)
     try:
         write_whole(path, content)
     except OSError as error:
-        raise error_type(f"cannot be written: {error.strerror}", source=str(path)) from error
+        raise InputError(f"cannot be written: {error.strerror}", source=str(path)) from error
 
 
 def packed(files: Mapping[str, bytes], mode: int = PRIVATE) -> bytes:

@@ -29,23 +29,16 @@ from morph.preflight.checks import TRIED_BEFORE_RUNS, CutJob, Effort, check, use
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """The result of checking a job.
-
-    ``facts``: the facts that identify the job. ``cut``: makes the cut for workers, given a micro-batch size; None: each
-    worker has to export the model.
-    """
+    """The facts that identify a job, and ``cut``, which makes the workers' cut for a micro-batch size."""
 
     facts: JobFacts
     cut: Callable[[int], HandedCut | None]
 
 
 def check_job(job_path: str, profile: Profile) -> CheckedJob:
-    """Cut the job and compare it with the profile.
+    """Cut the job and compare it with the profile; findings are kept for the same job, data and profile.
 
-    The findings are kept: a job that is the same to the byte, with the same data and profile, is not tried again.
-    JobError: the job file is wrong, or a dependency between sections is not handled. ExportError: torch.export refuses
-    the model, or its sections do not compute the same as the plain model. ProfileError: the profile is of another model
-    or another batch size.
+    Raises JobError, ExportError, or ProfileError if the profile is of another model or batch size.
     """
     before = set(sys.modules)
     torch.set_num_threads(1)
@@ -98,10 +91,7 @@ def _other_profile(
 
 @dataclass(frozen=True)
 class _Findings:
-    """Findings of a check of a job: sentences for the user, and the settings by which the findings are identified.
-
-    ``lasting``: whether another check would find the same.
-    """
+    """Sentences for the user, and the settings of the check; ``lasting``: another would find the same."""
 
     notes: tuple[str, ...]
     settings: dict[str, str]

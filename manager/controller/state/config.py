@@ -69,10 +69,9 @@ class Offer(Value):
 
 
 class ControllerConfig(Value):
-    """The job as the controller sees it.
+    """The job as the controller sees it; ``units``: by parameter unit, the sections that use it.
 
-    ``plans[G]`` is the best plan that ready workers on the GPUs of pool G can run (it may leave some of them idle);
-    pools for which no plan fits are absent. ``units`` maps each parameter unit to the sections that use it.
+    ``plans[G]`` is the best plan for GPUs of pool G (it may leave some idle); pools without a plan are absent.
     """
 
     job: str = "job"

@@ -148,10 +148,7 @@ def with_times(
     samples_s: Mapping[int, Sequence[float]],
     compute_s: Times,
 ) -> tuple[StageRatios, ...]:
-    """Add one observation for each of some stages: the median over its micro-batches' compute seconds, ``samples_s``.
-
-    ``compute_s``: the profile's seconds of each section, by type of GPU.
-    """
+    """Add an observation for each stage: the median of ``samples_s``; ``compute_s``: the profile's, by type of GPU."""
     for number, times_s in sorted(samples_s.items()):
         median_s, stage = statistics.median(times_s) if times_s else 0.0, stages[number]
         if median_s > 0:
@@ -214,8 +211,8 @@ def with_forecasts(
     return Forecasts(corrected=corrected, profiled=profiled)
 
 
-def _alike(one: str, other: str) -> float:
-    return 1.0 if one == other else ALIKE
+def _alike(node_type: str, other: str) -> float:
+    return 1.0 if node_type == other else ALIKE
 
 
 def is_material(before: Correction | None, now: Correction, seen: Sequence[StageRatios], compute_s: Times) -> bool:
