@@ -23,6 +23,7 @@ from morph.contract.base import Value, read_json
 from morph.contract.errors import RunDirError, RunDirStuck, WaitTimeout
 from morph.contract.files import NO_ROOM, PRIVATE, write_whole
 from morph.contract.job_facts import JobFacts
+from morph.contract.kinds import mistaken
 
 RUN = "run.json"
 """The identity of the run: ``RunFacts``. A directory with this file is a run directory."""
@@ -75,7 +76,7 @@ class RunFacts(Value):
 def read_facts(path: Path) -> RunFacts:
     """Read the identity of the run in a run directory; RunDirError if it is not one."""
     if not path.is_dir():
-        raise RunDirError("there is no such run directory", source=str(path), allowed=_OF_RUNS)
+        raise RunDirError(mistaken(path, "there is no such run directory"), source=str(path), allowed=_OF_RUNS)
     if not is_run(path):
         raise RunDirError(f"is not a run directory: it has no {RUN}", source=str(path), allowed=_OF_RUNS)
     return read_json(path / RUN, RunFacts, RunDirError)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from morph.contract.base import read_text
-from morph.contract.errors import ConfigError
+from morph.contract.errors import ConfigError, problem_text
+from morph.contract.kinds import Kind, kind_in, kind_of, mistaken
 
 if TYPE_CHECKING:
     import yaml
@@ -27,14 +28,6 @@ _BOUNDS = {
     "exclusiveMaximum": "below",
     "maximum": "at most",
 }
-_KINDS = {
-    frozenset({"job"}): "a job file of `morph run`",
-    frozenset({"subscription_id", "resource_group", "location"}): "a cloud file, which `morph cloud dry-run` checks",
-    frozenset({"hosts"}): "a file of hosts, which a cluster file names as vms.cloud",
-    frozenset({"storage"}): "a job file of `morph spot-run`",
-    frozenset({"vms", "policy"}): "a cluster file",
-}
-"""Kinds of files, by keys that only they have."""
 _NUMBERS = {
     "int": r"[-+]?([0-9][0-9_]*|0o[0-7_]+|0x[0-9a-fA-F_]+)",
     "float": r"[-+]?(\.[0-9][0-9_]*|[0-9][0-9_]*\.[0-9_]*|[0-9][0-9_]*(?=[eE]))([eE][-+]?[0-9]+)?"
@@ -64,12 +57,14 @@ def load_config(path: Path) -> ClusterConfig:
     return load_job_file(path) if isinstance(data, dict) and "job" in data else load_cluster(path)
 
 
-def _check_kind(data: Any, value_type: type[Value], source: str) -> None:
-    """Refuse a file of another kind: it has none of the wanted keys, but those of another kind."""
-    given, wanted = set(data) if isinstance(data, dict) else set(), value_type.model_fields
-    for keys, what in _KINDS.items():
-        if keys & given and not given & wanted.keys():
-            raise ConfigError(f"is {what}", source=source, allowed=f"a file with the keys {', '.join(wanted)}")
+def _check_kind(data: Any, wanted: Kind | None, fields: Collection[str], path: Path) -> None:
+    """Refuse a file of another kind, or one that is not a mapping."""
+    found = kind_of(data) if isinstance(data, dict) else None
+    is_other = found is not wanted and (wanted is not None or not set(data) & set(fields)) if found else False
+    if is_other or not isinstance(data, dict):
+        problem = f"is {found.what}" if found else mistaken(path, "is not a mapping of keys to values")
+        what = wanted.wanted if wanted else "a file"
+        raise ConfigError(problem, source=str(path), allowed=f"{what}; its keys are {', '.join(fields)}")
 
 
 def load_yaml(path: Path, value_type: type[ValueT], settings: Sequence[str] = ()) -> ValueT:
@@ -79,8 +74,9 @@ def load_yaml(path: Path, value_type: type[ValueT], settings: Sequence[str] = ()
     ConfigError if the file cannot be read or is not YAML, has unknown or repeated keys, or values of a wrong type or
     out of range. The error names file, dotted field, value and what is allowed.
     """
-    data = read_yaml(path)
-    _check_kind(data, value_type, str(path))
+    wanted = kind_of(value_type.model_fields)
+    data = read_yaml(path, wanted)
+    _check_kind(data, wanted, value_type.model_fields, path)
     return _validated(data, value_type, str(path), settings)
 
 
@@ -105,7 +101,7 @@ def _validated(data: Any, value_type: type[ValueT], source: str, settings: Seque
         schema = value_type.model_json_schema()
         _, node = _walk(parts[:-1] if unknown else parts, schema)
         allowed = None if node is None else _in_words(_resolved(node, schema))
-        field, told = ".".join(_walk(parts, schema)[0]) or None, entry["msg"].removeprefix("Value error, ")
+        field, told = ".".join(_walk(parts, schema)[0]) or None, problem_text(entry["msg"])
         if entry["type"] == "union_tag_invalid":  # pydantic names the section, but describes the kinds in its own words
             field, value = f"{field}.kind", entry["ctx"]["tag"]
             tags = [tag.strip().strip("'") for tag in entry["ctx"]["expected_tags"].split(",")]
@@ -189,17 +185,18 @@ def _loader(source: str) -> type[yaml.SafeLoader]:
     return Loader
 
 
-def read_yaml(path: Path) -> Any:
-    """Read a YAML file into plain values; an empty one is an empty mapping."""
+def read_yaml(path: Path, wanted: Kind | None = None) -> Any:
+    """Read a YAML file into plain values; an empty one is an empty mapping. ``wanted``: what it should be."""
     import yaml
 
-    text = read_text(path, ConfigError)
+    text = read_text(path, ConfigError, wanted=wanted)
     try:
         data = yaml.load(text, _loader(str(path)))  # a SafeLoader: builds plain values only
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{path}, line {mark.line + 1}" if mark is not None else str(path)
-        raise ConfigError(f"is not YAML: {getattr(error, 'problem', None) or error}", source=where) from error
+        problem = f"is not YAML: {getattr(error, 'problem', None) or error}"
+        raise ConfigError(problem if kind_in(text) else mistaken(path, problem), source=where) from error
     except (ArithmeticError, AttributeError, LookupError, RecursionError, ValueError) as error:  # PyYAML's own
         raise ConfigError(f"has a value that cannot be read: {error}", source=str(path)) from error
     return {} if data is None else data

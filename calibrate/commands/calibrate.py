@@ -37,9 +37,10 @@ CALIBRATE_HELP = """Measure a job on this machine: once, section by section, int
 """
 DEFAULT_OUTPUT = Path("profile.json")
 _BUSY_SHARE = 0.5
-_PLACES = {
-    "device": ("morph calibrate", "--device"),
-    "checkpoint_url": ("morph calibrate", "--checkpoint-url"),
+PLACES = {
+    "device": ("", "--device"),
+    "checkpoint_url": ("", "--checkpoint-url"),
+    "micro_batch_size": ("", "--micro-batch"),
 }
 
 
@@ -111,7 +112,7 @@ def calibrate_command(
 ) -> None:
     """Run the command; CALIBRATE_HELP is its help."""
     from morph.cli.reading.errors import places
-    from morph.contract.errors import ConfigError, ProfileError
+    from morph.contract.errors import ConfigError
     from morph.contract.files import check_output
     from morph.contract.profile import load_profile, write_profile
 
@@ -128,7 +129,7 @@ def calibrate_command(
         raise ConfigError("needs a node in another zone", field="--between-zones", allowed="with --peer")
     other_node = _peer_address(peer, token_file)
     path = output or profile or DEFAULT_OUTPUT
-    check_output(path, ProfileError)
+    check_output(path)
     known = load_profile(profile) if profile is not None else None
     busy = _busy_note()
     begun_s = time.monotonic()
@@ -158,7 +159,7 @@ def calibrate_command(
     doing(f"loading PyTorch and {job}")
     from morph.preflight.checks import users_code
 
-    with progress() as advance, users_code(job), places(_PLACES):
+    with progress() as advance, users_code(job), places(PLACES):
         measured = measure(advance)
     write_profile(measured, path, as_read=known is not None)
     for field in ("links", "rings") if known is None else ():
@@ -200,7 +201,7 @@ def _check_options(
     from morph.contract.errors import ConfigError
 
     def refuse(field: str, message: str, value: object, allowed: str) -> None:
-        raise ConfigError(message, source="morph calibrate", field=field, value=value, allowed=allowed)
+        raise ConfigError(message, field=field, value=value, allowed=allowed)
 
     option, given = ("--between-zones", "") if between_zones else ("--add-node-type", node_type)
     if given is None:
@@ -209,8 +210,6 @@ def _check_options(
         return
     if between_zones and node_type is not None:
         refuse("--add-node-type", "contradicts --between-zones", node_type, "one of the two")
-    if not between_zones and not given.strip():
-        refuse("--add-node-type", "is empty", given, "a name")
     if profile is None:
         refuse(option, "needs a profile to add to", given or None, "with --profile")
     for field, value in others.items():

@@ -39,12 +39,10 @@ def show_command(
     """
     from calibrate.render import tables
     from morph.cli.reading.errors import places
-    from morph.contract.errors import ProfileError
     from morph.contract.profile import load_profile
     from morph.tables import wide_console
 
-    if png is not None:
-        check_output(png, ProfileError)
+    check_output(png)
     shown = load_profile(profile)
     if node_type is not None:
         with places({"node_types": (str(profile), "--node-type")}):
@@ -104,13 +102,14 @@ def estimate_command(
       morph profile estimate configs/jobs/llama.py:llama_8b --device h100
       morph profile estimate job.py:job --device v100 --device t4 -o two.json
     """
+    from calibrate.commands.calibrate import PLACES
     from calibrate.estimating.data_sheets import Reached, sheet_of
     from calibrate.render import tables
+    from morph.cli.reading.errors import places
     from morph.cli.reading.progress import doing, progress
-    from morph.contract.errors import ProfileError
     from morph.contract.profile import estimates, write_profile
 
-    check_output(output, ProfileError)
+    check_output(output)
     reached = Reached.parse(reach)
     for name in device:
         sheet_of(name)
@@ -118,7 +117,7 @@ def estimate_command(
     from calibrate.estimating.estimate import estimate_profile
     from morph.preflight.checks import users_code
 
-    with progress() as advance, users_code(job):
+    with progress() as advance, users_code(job), places(PLACES):
         made = estimate_profile(
             job, device, reached=reached, gbit_per_s=gbit_per_s, micro_batch_sizes=micro_batch, progress=advance
         )

@@ -47,13 +47,12 @@ def checked_sizes(sizes: Sequence[int], batch_size: int) -> tuple[int, ...]:
         if size <= 0 or batch_size % size:
             raise JobError(
                 "does not divide the global batch",
-                source="calibration",
                 field="micro_batch_size",
                 value=size,
                 allowed=f"divisors of {batch_size}",
             )
     if not sizes:
-        raise JobError("is empty", source="calibration", field="micro_batch_sizes", allowed="at least one size")
+        raise JobError("is empty", field="micro_batch_sizes", allowed="at least one size")
     return tuple(sorted(set(sizes)))
 
 
@@ -162,7 +161,6 @@ def measure_sizes(
                 break
             raise JobError(
                 "micro-batches of this size do not fit into the device's memory",
-                source="calibration",
                 field="micro_batch_size",
                 value=m,
                 allowed="smaller micro-batches, or more sections",

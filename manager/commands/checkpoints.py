@@ -197,13 +197,15 @@ def gc_command(source: StoredArgument) -> None:
     Example:
       morph checkpoints gc runs/tiny
     """
-    from manager.run.checkpoint_location import stored_at
+    from manager.run.checkpoint_location import no_checkpoint, stored_at
     from morph.checkpoint.manifest import remove_half_written
     from morph.checkpoint.storage import writing
     from morph.checkpoint.versions import stored_versions
 
     stored = stored_at(source)
     versions = stored_versions(stored.url)
+    if not versions and stored.run_dir is None:
+        raise no_checkpoint(stored)
     newest = max((entry.version for entry in versions if entry.complete), default=-1)
     with writing(stored.url):
         old = [entry.version for entry in versions if entry.version <= newest]

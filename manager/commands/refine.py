@@ -32,12 +32,16 @@ def refine_command(
     from morph.contract.errors import ProfileError, RunDirError
     from morph.contract.files import write_output
     from morph.contract.profile import load_profile
+    from morph.yaml_files import load_job_file
 
-    facts = read_facts(run_dir)
-    correction = read_report(run_dir).correction
-    if correction is None:
-        raise RunDirError("has measured nothing that its profile does not say", source=str(run_dir))
-    path = profile or kept_request(run_dir).profile
+    facts, target = read_facts(run_dir), output or run_dir / "profile.json"
+    check_output(target)
+    path = profile
+    if path is None:
+        request = kept_request(run_dir)
+        job, path = Path(request.job), request.profile
+        if request.is_job_file:
+            path = job.parent / load_job_file(job, request.settings).job.profile
     if path is None:
         raise RunDirError("does not name its profile", source=str(run_dir), allowed="--profile FILE")
     known = load_profile(path)
@@ -45,14 +49,15 @@ def refine_command(
         raise ProfileError(
             "belongs to another model than this run", source=str(path), allowed=f"the profile of {run_dir}"
         )
-    target = output or run_dir / "profile.json"
-    check_output(target, ProfileError)
+    correction = read_report(run_dir).correction
+    if correction is None:
+        raise RunDirError("has measured no section times that differ from its profile's", source=str(run_dir))
     factors, types = correction.factors, {name: each.factors for name, each in correction.types.items()}
     if types:  # a type whose name is not among the node types is the profile's own
         added = {node_type.name for node_type in known.node_types}
         own = [each for name, each in types.items() if name not in added]
         factors = own[0] if own else (1.0,) * known.num_sections
     refined = known.corrected(factors, types)
-    write_output(target, refined.model_dump_json(indent=2) + "\n", ProfileError)
+    write_output(target, refined.model_dump_json(indent=2) + "\n")
     print(correction.sentence)
     print(f"written: {target}")

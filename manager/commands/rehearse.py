@@ -104,10 +104,11 @@ def rehearse_command(
     measured, chosen = profile_to_plan(profile), read_settings(settings or (), RehearseSettings)
     planned_before = None if plan is None else load_plan(plan)
     recorded = None if trace is None else read_traces([trace])
-    num_workers = (pipeline_depth or 0) * num_replicas if planned_before is None else planned_before.num_workers
+    num_workers = max(1, (pipeline_depth or 1) * num_replicas) if planned_before is None else planned_before.num_workers
     num_workers = num_workers if recorded is None else recorded.max_nodes
     options = {
         "num_hosts": "--hosts",
+        "steps": "--steps",
         "num_workers": "-P times -D",
         "pipeline_depth": "-P",
         "num_replicas": "-D",

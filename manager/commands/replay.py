@@ -14,6 +14,7 @@ import typer
 
 from morph.cli.reading.options import JsonOption, PngOption, SettingsOption
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long, progress
+from morph.contract import ranges
 from morph.contract.errors import ConfigError, TraceError
 from morph.contract.files import check_output, write_output
 from morph.contract.vm_names import MAX_DEVICES
@@ -26,7 +27,7 @@ from simulator.commands.trace_options import MOST_VMS, LikeOption, ModelOption, 
 if TYPE_CHECKING:
     from morph.contract.trace import Trace
 
-_MOST_SEEDS, _MOST_PROCESSES = 10_000, 256
+_MOST_SEEDS, _MOST_PROCESSES, _MOST_USD = 10_000, 256, ranges.USD_PER_HOUR.high
 Cases = tuple[tuple[str, int, "Trace"], ...]
 
 
@@ -79,10 +80,12 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
         typer.Option("--until", help="End: 100000 (steps), 48h, 2d, a date or 300usd. Default: the trace's end."),
     ] = None,
     price: Annotated[
-        float | None, typer.Option("--price", min=0, help="Dollars per hour of a spot VM. Default: the trace's.")
+        float | None,
+        typer.Option("--price", min=0, max=_MOST_USD, help="Dollars per hour of a spot VM. Default: the trace's."),
     ] = None,
     on_demand_price: Annotated[
-        float | None, typer.Option("--on-demand-price", min=0, help="Dollars per hour of the same VM on demand.")
+        float | None,
+        typer.Option("--on-demand-price", min=0, max=_MOST_USD, help="Dollars per hour of the same VM on demand."),
     ] = None,
     gpus_per_vm: Annotated[
         int, typer.Option("--gpus-per-vm", min=1, max=MAX_DEVICES, help="GPUs of each VM. One worker drives each GPU.")
@@ -119,9 +122,7 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     from morph.contract.cluster import ClusterConfig
     from simulator import PlanRequest
 
-    for path in (csv, parquet, png):
-        if path is not None:
-            check_output(path, ConfigError)
+    check_output(csv, parquet, png)
     if parquet is not None and importlib.util.find_spec("pyarrow") is None:
         allowed = "pip install -e '.[parquet]' in the clone of Morph, or --csv"
         raise ConfigError("needs pyarrow", field="--parquet", value=str(parquet), allowed=allowed)
@@ -213,9 +214,9 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
         show(job.name, outcomes)
         print(advice(outcomes, None if objective is None else objective.value))
     if csv is not None:
-        write_output(csv, frame_of(outcomes).to_csv(index=False, lineterminator="\n"), ConfigError)
+        write_output(csv, frame_of(outcomes).to_csv(index=False, lineterminator="\n"))
     if parquet is not None:
-        write_output(parquet, frame_of(outcomes).to_parquet(index=False), ConfigError)
+        write_output(parquet, frame_of(outcomes).to_parquet(index=False))
     if png is not None:
         from manager.commands.replay_shown import draw
 

@@ -112,7 +112,7 @@ def run_command(
     cluster: Annotated[
         Path | None, typer.Option(help="Cluster file (YAML): VMs, policy and limits.", show_default=False)
     ] = None,
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps of the whole run.")] = 100,
+    steps: Annotated[int, typer.Option(min=1, max=ranges.COUNT.high, help="Optimizer steps of the whole run.")] = 100,
     epochs: Annotated[
         int | None,
         typer.Option(min=1, help="Epochs of the whole run, in place of --steps.", show_default=False),
@@ -128,7 +128,9 @@ def run_command(
         typer.Option(help="fsspec URL for checkpoints; default: the run's folder.", show_default=False),
     ] = None,
     trace: Annotated[Path | None, typer.Option(help="Spot trace (CSV) by which local VMs come and go.")] = None,
-    trace_speed: Annotated[float, typer.Option(min=0.001, help="Play the trace this many times faster.")] = 1.0,
+    trace_speed: Annotated[
+        float, typer.Option(min=0.001, max=ranges.TRACE_SPEED.high, help="Play the trace this many times faster.")
+    ] = 1.0,
     schedule: AnyScheduleOption = None,
     timeline_step: Annotated[
         int | None,
@@ -142,12 +144,22 @@ def run_command(
     pipeline_depth: Annotated[
         int | None,
         typer.Option(
-            "-P", min=1, help="Cut the model into N stages. With fewer workers the run waits.", show_default=False
+            "-P",
+            min=1,
+            max=ranges.COUNT.high,
+            help="Cut the model into N stages. With fewer workers the run waits.",
+            show_default=False,
         ),
     ] = None,
     num_replicas: Annotated[
         int | None,
-        typer.Option("-D", min=1, help="Train at most N replicas. Further workers stand by.", show_default=False),
+        typer.Option(
+            "-D",
+            min=1,
+            max=ranges.COUNT.high,
+            help="Train at most N replicas. Further workers stand by.",
+            show_default=False,
+        ),
     ] = None,
     plain: PlainOption = False,
     verbose: VerboseOption = False,
@@ -173,14 +185,6 @@ def run_command(
     """
     if epochs is not None and _is_given(context, "steps"):
         raise ConfigError("is given with --steps", field="--epochs", value=epochs, allowed="one of the two")
-    for option, value, allowed in (
-        ("--steps", steps, ranges.COUNT),
-        ("--trace-speed", trace_speed, ranges.TRACE_SPEED),
-        ("--price", price, ranges.USD_PER_HOUR),
-        ("--on-demand-price", on_demand_price, ranges.USD_PER_HOUR),
-    ):
-        if value is not None:
-            allowed.check(option, value)
     request = RunRequest.model_validate(
         {name: context.params[name] for name in RunRequest.model_fields}
         | {"settings": (*(settings or ()), *(_in_place_of_the_files(context, job) if is_job_file(job) else ()))}

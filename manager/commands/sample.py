@@ -56,7 +56,7 @@ def sample_command(
     from manager.commands.export import loaded_job
     from morph.runtime.device.devices import usable_device
 
-    usable_device(device, source="morph sample", field="--device", numbered=True)
+    usable_device(device, source="", field="--device", numbered=True)
     loaded = loaded_job(context, stored, job)
     if loaded.sample is None and not while_open:
         raise _missing()

@@ -45,9 +45,7 @@ def timeline_command(
     from morph.runtime.step.timeline import write_trace
     from morph.tables import table
 
-    for output in (png, perfetto):
-        if output is not None:
-            check_output(output, RunDirError)
+    check_output(png, perfetto)
     read_facts(run_dir)
     if morph is not None:
         for option, value in (("--step", step), ("--png", png)):

@@ -16,6 +16,7 @@ from morph.checkpoint.newest import find_whole, told_of
 from morph.contract.checkpoint import Manifest
 from morph.contract.cluster import CloudVms, ProvidedVms
 from morph.contract.errors import CheckpointDamaged, ConfigError, InputError
+from morph.contract.kinds import mistaken
 
 Used = TypeVar("Used")
 
@@ -45,9 +46,8 @@ def stored_at(given: str) -> Stored:
         check_url(url, str(path / "run.json"), "checkpoint_url")
         return Stored(given, url, path)
     if not path.is_dir():
-        raise InputError(
-            "there is no such folder", source=given, allowed="a run directory, a folder with checkpoints, or a URL"
-        )
+        allowed = "a run directory, a folder with checkpoints, or a URL"
+        raise InputError(mistaken(path, "there is no such folder"), source=given, allowed=allowed)
     return Stored(given, str(path.resolve()))
 
 

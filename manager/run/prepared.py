@@ -37,6 +37,7 @@ from morph.checkpoint.newest import find_whole
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig, JobFile, LocalVms
 from morph.contract.errors import ConfigError
+from morph.contract.kinds import mistaken
 from morph.contract.pool import several_types
 from morph.contract.profile import Profile, estimates, load_profile, other_device, other_links
 from morph.contract.trace import Trace, load_trace
@@ -213,9 +214,8 @@ def read_inputs(request: RunRequest, run_dir: Path | None) -> Inputs:
 
 def _read_options(request: RunRequest, run_dir: Path | None) -> Inputs:
     if not any(split_job(request.job)):
-        raise ConfigError(
-            "is not a job", field="JOB", value=request.job, allowed="path/to/file.py:name, or a job file (YAML)"
-        )
+        problem = mistaken(Path(request.job), "is not a job")
+        raise ConfigError(problem, source=request.job, allowed="path/to/file.py:name, or a job file (YAML)")
     if request.profile is None or request.cluster is None:
         missing = "--profile" if request.profile is None else "--cluster"
         made = {"--profile": "a file that `morph calibrate JOB -o FILE` wrote", "--cluster": "a cluster file (YAML)"}

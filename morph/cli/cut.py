@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from morph.cli.reading.options import JobArgument, JsonOption, MicroBatchOption, PngOption, SectionsOption
 from morph.cli.reading.progress import doing
-from morph.contract.errors import JobError
 from morph.contract.files import check_output
 from morph.words import kind_name, short_source
 
@@ -41,8 +40,7 @@ def cut_command(
     """
     from morph.tables import wide_console
 
-    if png is not None:
-        check_output(png, JobError)
+    check_output(png)
     report, compared = _find(job, num_sections, m)
     if png is not None:
         from morph.cli.cut_picture import draw_cuts

@@ -81,11 +81,10 @@ def elastic_command(
     )
     try:
         outcome = launch(plan)
-    except FileNotFoundError as error:
-        raise InputError(
-            "cannot be started", field="COMMAND", value=command[0], allowed="a program: -- python train.py"
-        ) from error
     except OSError as error:
+        if error.filename is not None:  # the program's; an error of a socket has none
+            told, allowed = f"cannot be started: {error.strerror}", "a program: -- python train.py"
+            raise InputError(told, field="COMMAND", value=command[0], allowed=allowed) from error
         raise InputError(
             f"cannot be listened on: {error}", field="--listen", value=listen, allowed="HOST[:PORT]"
         ) from error

@@ -9,11 +9,11 @@ from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, ValidationError
 
-from morph.contract.errors import InputError, printable
+from morph.contract.errors import InputError, printable, problem_text
+from morph.contract.kinds import Kind, kind_in, mistaken
 
 Shown = Annotated[str, AfterValidator(printable)]
 """A text that is shown to a user and may come from another machine or from a file that others can write."""
-_OF_ANOTHER_KIND = ("json_invalid", "missing", "model_type", "extra_forbidden")
 
 
 class Value(BaseModel):
@@ -82,31 +82,35 @@ def first_problem(error: ValidationError) -> tuple[str, str, object]:
     """Return (dotted field, problem, offending value) of a validation error's first entry."""
     entry = error.errors(include_url=False)[0]
     field = ".".join(str(part) for part in entry["loc"])
-    return field, entry["msg"].removeprefix("Value error, "), entry["input"]
+    return field, problem_text(entry["msg"]), entry["input"]
 
 
-def read_text(path: Path, error_type: type[InputError], encoding: str = "utf-8", made: str | None = None) -> str:
-    """Read a text file; ends of lines become ``\\n``. ``made``: what the file should be, for the error."""
+def read_text(path: Path, error_type: type[InputError], encoding: str = "utf-8", wanted: Kind | None = None) -> str:
+    """Read a text file; ends of lines become ``\\n``. ``wanted``: what the file should be, for the error."""
+    allowed = None if wanted is None else wanted.wanted
     try:
         return path.read_text(encoding=encoding)
     except OSError as error:
-        raise error_type(f"cannot be read: {error.strerror}", source=str(path), allowed=made) from error
+        problem = mistaken(path, f"cannot be read: {error.strerror}")
+        raise error_type(problem, source=str(path), allowed=allowed) from error
     except UnicodeDecodeError as error:
-        raise error_type("is not UTF-8 text", source=str(path), allowed=made) from error
+        raise error_type("is not UTF-8 text", source=str(path), allowed=allowed) from error
 
 
-def read_json(path: Path, value_type: type[ValueT], error_type: type[InputError], made: str | None = None) -> ValueT:
-    """Read one contract value from a JSON file. ``made``: what the file should be, for errors about another kind."""
-    text = read_text(path, error_type, made=made)
+def read_json(path: Path, value_type: type[ValueT], error_type: type[InputError], wanted: Kind | None = None) -> ValueT:
+    """Read one contract value from a JSON file. ``wanted``: what the file should be, for errors about another kind."""
+    text = read_text(path, error_type, wanted=wanted)
     try:
         return value_type.model_validate_json(text)
     except ValidationError as error:
         field, problem, value = first_problem(error)
+        found = kind_in(text) if wanted is not None else None
+        if error.errors(include_url=False)[0]["type"] == "json_invalid":
+            problem, found = "is not JSON", None
+        if wanted is not None and found is not wanted:
+            problem, field = mistaken(path, problem), field if found is None else ""
         shown = (
             value if field and isinstance(value, str | int | float | bool) else None
         )  # otherwise the value is the whole text
-        kind = error.errors(include_url=False)[0]["type"]
-        if made is not None and kind == "json_invalid":
-            problem = "is not JSON"
-        allowed = made if kind in _OF_ANOTHER_KIND else None
+        allowed = wanted.wanted if wanted is not None and found is not wanted else None
         raise error_type(problem, source=str(path), field=field or None, value=shown, allowed=allowed) from error

@@ -27,6 +27,18 @@ from __future__ import annotations
 
 import re
 
+_PROBLEMS = {
+    "Input should be ": "must be ",
+    "Field required": "is missing",
+    "Extra inputs are not permitted": "is not a known field",
+    "a valid ": "a ",
+    "a integer": "an integer",
+    "greater than or equal to ": "at least ",
+    "less than or equal to ": "at most ",
+    "greater than ": "above ",
+    "less than ": "below ",
+}
+"""Words of pydantic, and ours."""
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -153,3 +165,11 @@ def printable(text: str) -> str:
 
 def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
+
+
+def problem_text(message: str) -> str:
+    """Return a message of pydantic as the end of a sentence that begins with the name of a field."""
+    text = message.removeprefix("Value error, ").partition(", unable to parse")[0]
+    for theirs, ours in _PROBLEMS.items():
+        text = text.replace(theirs, ours)
+    return text

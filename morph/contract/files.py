@@ -60,25 +60,29 @@ def locked(path: Path, limit_s: float, tell: Callable[[str], None] = lambda _: N
         yield
 
 
-def check_output(path: Path, error_type: type[InputError]) -> None:
-    """Refuse a file that cannot be written, before there is anything to write."""
-    if path.is_dir():
-        raise error_type("cannot be written: it is a folder", source=str(path), allowed="a file name")
-    if not path.parent.is_dir():
-        raise error_type(
-            "cannot be written: its folder does not exist", source=str(path), allowed="a file in an existing folder"
-        )
-    if not os.access(path.parent, os.W_OK):
-        raise error_type("cannot be written: its folder is not writable", source=str(path))
+def check_output(*paths: Path | None) -> None:
+    """Refuse files that cannot be written, or whose names are those of code or settings, before any work."""
+    for path in filter(None, paths):
+        problem, allowed = "", "a file in an existing folder"
+        if path.is_dir():
+            problem, allowed = "it is a folder", "a file name"
+        elif path.suffix in (".py", ".yaml", ".yml"):
+            problem, allowed = f"{path.suffix} is the ending of code or settings", "another name"
+        elif not path.parent.is_dir():
+            problem = "its folder does not exist"
+        elif not os.access(path.parent, os.W_OK):
+            problem = "its folder is not writable"
+        if problem:
+            raise InputError(f"cannot be written: {problem}", source=str(path), allowed=allowed)
 
 
-def write_output(path: Path, content: str | bytes, error_type: type[InputError]) -> None:
+def write_output(path: Path, content: str | bytes) -> None:
     """Write a file that the user requested, completely or not at all."""
-    check_output(path, error_type)
+    check_output(path)
     try:
         write_whole(path, content)
     except OSError as error:
-        raise error_type(f"cannot be written: {error.strerror}", source=str(path)) from error
+        raise InputError(f"cannot be written: {error.strerror}", source=str(path)) from error
 
 
 def packed(files: Mapping[str, bytes], mode: int = PRIVATE) -> bytes:

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, Field, PlainSerializer, model_validator
 from morph.contract import ranges
 from morph.contract.base import Value, read_json
 from morph.contract.errors import PlanError
+from morph.contract.kinds import PLAN
 from morph.contract.pool import Pool
 
 Schedule = Literal["varuna", "gpipe", "1f1b"]
@@ -386,4 +387,4 @@ def shares(num_micro_batches: int, num_replicas: int) -> list[range]:
 
 def load_plan(path: Path) -> Plan:
     """Read a plan file."""
-    return read_json(path, Plan, PlanError, "a file that `morph plan PROFILE -o FILE` wrote")
+    return read_json(path, Plan, PlanError, PLAN)

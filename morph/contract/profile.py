@@ -6,7 +6,6 @@ F_i(m), ``backward[m]`` is B_i(m) without the recompute (which costs F_i(m) agai
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -19,6 +18,7 @@ from morph.contract.base import Value, read_json
 from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.errors import ProfileError
 from morph.contract.files import write_output
+from morph.contract.kinds import PROFILE
 
 SCHEMA_VERSION = 1
 
@@ -31,7 +31,6 @@ Index = Annotated[int, Field(strict=True, ge=0, lt=ranges.SECTIONS)]
 Bytes = Annotated[int, ranges.BYTES.field]
 Seconds = Annotated[float, ranges.SECONDS.field]
 BytesPerSecond = Annotated[float, ranges.BYTES_PER_S.field]
-MEASURED = "a JSON file that `morph calibrate JOB -o FILE` wrote"
 
 
 class Timing(Value):
@@ -407,11 +406,8 @@ def _check_contention(place: str, entries: tuple[Contention, ...]) -> None:
 
 def load_profile(path: Path) -> Profile:
     """Read a profile file."""
-    if re.search(r"\.(ya?ml|py(:\w+)?)$", path.name):
-        measured = MEASURED.replace("JOB -o FILE", f"{path} -o profile.json") if ":" in path.name else MEASURED
-        raise ProfileError("is a job, not a profile", source=str(path), allowed=measured)
     try:
-        return read_json(path, Profile, ProfileError, MEASURED)
+        return read_json(path, Profile, ProfileError, PROFILE)
     except ProfileError as error:
         version = error.value
         if error.field == "schema_version" and isinstance(version, int | float) and version > SCHEMA_VERSION:
@@ -425,4 +421,4 @@ def load_profile(path: Path) -> Profile:
 
 def write_profile(profile: Profile, path: Path, *, as_read: bool = False) -> None:
     """Replace ``path`` with the profile, atomically; ``as_read``: without defaults for fields absent in its file."""
-    write_output(path, profile.model_dump_json(indent=2, exclude_unset=as_read) + "\n", ProfileError)
+    write_output(path, profile.model_dump_json(indent=2, exclude_unset=as_read) + "\n")

@@ -17,6 +17,7 @@ from __future__ import annotations
 import bisect
 import csv
 import heapq
+import io
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import pairwise
@@ -25,8 +26,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
-from morph.contract.base import Value, first_problem
+from morph.contract.base import Value, first_problem, read_text
 from morph.contract.errors import TraceError
+from morph.contract.kinds import TRACE, kind_in, mistaken
 
 HEADER = ("time_s", "event", "node_id", "zone", "instance_type", "source", "notice_s", "usd_per_h")
 _COLUMNS = {
@@ -245,13 +247,16 @@ def _check_presence(event: TraceEvent, added_s: dict[str, float], where: str) ->
 
 def load_trace(path: Path) -> Trace:
     """Read a trace file."""
-    try:
-        with path.open(encoding="utf-8", newline="") as lines:
-            return parse_trace(lines, str(path))
-    except OSError as error:
-        raise TraceError(f"cannot be read: {error.strerror}", source=str(path)) from error
-    except UnicodeDecodeError as error:
-        raise TraceError("is not UTF-8 text", source=str(path)) from error
+    return parse_trace(io.StringIO(trace_text(path)), str(path))
+
+
+def trace_text(path: Path) -> str:
+    """Read the text of a trace in any form; TraceError if it cannot be read or is another kind of file."""
+    text = read_text(path, TraceError, "utf-8-sig", TRACE)
+    kind = kind_in(text)
+    if kind not in (None, TRACE):
+        raise TraceError(mistaken(path, ""), source=str(path), allowed=TRACE.wanted)
+    return text
 
 
 def write_trace(trace: Trace, path: Path) -> None:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 
 from morph.contract.errors import JobError, wrong_job
 from morph.contract.job_facts import EpochEnd
+from morph.contract.kinds import mistaken
 from morph.jobs.files import JOB_PREFIX, held, split_job
 
 if TYPE_CHECKING:
@@ -371,7 +372,7 @@ def load_job(spec: str) -> Job:
     """
     path_text, name = split_job(spec)
     if not path_text:
-        raise JobError("names no job", source=spec, allowed="path/to/file.py:name")
+        raise JobError(mistaken(Path(spec), "names no job"), source=spec, allowed="path/to/file.py:name")
     attribute, given, _ = name.partition("(")
     arguments = _arguments(name) if given else {}
     path = Path(path_text)

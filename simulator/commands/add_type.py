@@ -44,7 +44,7 @@ def add_type_command(
         allowed = "a name without spaces, commas, = and @"
         raise ProfileError("is not a name of a type", field="NAME", value=name, allowed=allowed)
     known, target = load_profile(profile), output or profile
-    check_output(target, ProfileError)
+    check_output(target)
     if any(name == each.name and not each.environment.estimated for each in known.node_types):
         raise ProfileError("was measured", source=str(profile), field="NAME", value=name, allowed="another name")
     ranges.FACTOR.check("--slower", slower)
@@ -53,5 +53,5 @@ def add_type_command(
     memory_bytes = None if memory_gib is None else int(memory_gib * 2**30)
     others = tuple(each for each in known.node_types if each.name != name)
     added = with_type(known.model_copy(update={"node_types": others}), name, slower, memory_bytes)
-    write_output(target, added.model_dump_json(indent=2) + "\n", ProfileError)
+    write_output(target, added.model_dump_json(indent=2) + "\n")
     print(f"{name}: {added.node_types[-1].environment.estimated} (not measured); written: {target}")

@@ -151,9 +151,7 @@ def plan_command(
     from simulator import plan
     from simulator.search.preference import Errors, preferred
 
-    for path in (output, csv, png):
-        if path is not None:
-            check_output(path, PlanError)
+    check_output(output, csv, png)
     chosen = read_settings(settings or (), PlanSettings)
     numbers = _numbers(given_options(context, chosen), gpus, aim)
     on_types = None if pool is None else Pool.parse(pool, "--pool")
@@ -175,7 +173,7 @@ def plan_command(
     for sentence in _warnings(measured, request, choice.best.pool if on_types is None else on_types):
         print(f"warning: {sentence}", file=sys.stderr)
     if output is not None:
-        write_output(output, choice.best.model_dump_json(indent=1) + "\n", PlanError)
+        write_output(output, choice.best.model_dump_json(indent=1) + "\n")
     if as_json:
         print(json.dumps(_as_json(choice)))
         return

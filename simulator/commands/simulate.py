@@ -93,8 +93,7 @@ def simulate_command(
     from simulator.inputs.node_types import check_made_for
     from simulator.search.planner import advice
 
-    if png is not None:
-        check_output(png, PlanError)
+    check_output(png)
     chosen = read_settings(settings or (), SimulateSettings)
     given = given_options(context, chosen)
     if pipeline_depth is None and plan is None:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from morph.cli.reading.options import JsonOption, SettingsOption
-from morph.contract.errors import ConfigError
 from morph.contract.files import check_output, write_output
 from morph.yaml_files import read_settings
 from simulator.commands.settings import DrawnTrace, with_settings
@@ -109,7 +108,7 @@ def convert_command(
     from morph.contract.trace import write_trace
     from simulator.traces.importers import part_of
 
-    check_output(output, ConfigError)
+    check_output(output)
     trace = read_traces(traces, zone, instance_type, seed)
     if from_h or hours is not None:
         end_s = trace.duration_s if hours is None else (from_h + hours) * 3600
@@ -147,15 +146,13 @@ def generate_command(
     """
     from morph.contract.trace import write_trace
 
-    for path in (output, save_model):
-        if path is not None:
-            check_output(path, ConfigError)
+    check_output(output, save_model)
     spot_model = model_of(vms, like, model, read_settings(settings or (), DrawnTrace))
     trace = spot_model.draw(seed, hours * 3600)
     write_trace(trace, output)
     print(f"{_told(trace)}; written: {output}")
     if save_model is not None:
-        write_output(save_model, spot_model.model_dump_json(indent=2) + "\n", ConfigError)
+        write_output(save_model, spot_model.model_dump_json(indent=2) + "\n")
         print(f"its model: {save_model}")
 
 
@@ -175,7 +172,7 @@ def plot_command(
     from simulator.render.trace import draw_trace
     from simulator.traces.fitting import fit as fitted
 
-    check_output(png, ConfigError)
+    check_output(png)
     trace = read_traces(traces)
     name = traces[0].stem if len(traces) == 1 else f"{len(traces)} traces"
     draw_trace(trace, name, png, fitted(trace, window_s=window_s) if fit else None)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from morph.contract.errors import ConfigError
+from morph.contract.errors import ConfigError, TraceError
 from morph.yaml_files import SET
 from simulator.commands.settings import DrawnTrace
 
@@ -35,7 +35,13 @@ def read_traces(
     from simulator.traces.importers import ZoneAndType, import_trace, merged, name_of
 
     place = ZoneAndType(zone or UNKNOWN, instance_type or UNKNOWN)
-    return merged([(name_of(path), import_trace(path, place, seed)) for path in paths]).from_first_event()
+    twice = next((path for path in paths if paths.count(path) > 1), None)
+    if twice is not None:
+        raise TraceError("is given twice", source=str(twice), allowed="each trace once")
+    names = [name_of(path) for path in paths]
+    names = [name if names.count(name) == 1 else f"{name}-{number}" for number, name in enumerate(names, 1)]
+    traces = [import_trace(path, place, seed) for path in paths]
+    return merged(list(zip(names, traces, strict=True))).from_first_event()
 
 
 def model_of(vms: int | None, like: Path | None, model: Path | None, drawn: DrawnTrace) -> TraceModel:

@@ -33,7 +33,7 @@ def show_curve(
     if frame.empty:
         plan(profile, request, num_gpus=numbers[-1])  # raises an error that says what would suffice
     if csv is not None:
-        write_output(csv, frame.to_csv(index=False, lineterminator="\n"), PlanError)
+        write_output(csv, frame.to_csv(index=False, lineterminator="\n"))
     if png is not None:
         _draw(profile.job.name, frame, png)
     if as_json:

@@ -23,9 +23,8 @@ from typing import Any
 
 import numpy as np
 
-from morph.contract.base import read_text
 from morph.contract.errors import TraceError
-from morph.contract.trace import UNKNOWN, Trace, TraceEvent, TracePrice, check_order, parse_trace
+from morph.contract.trace import UNKNOWN, Trace, TraceEvent, TracePrice, check_order, parse_trace, trace_text
 
 MOST_VMS = 100_000
 _EVENTS = re.compile(r"\s*\d+(\.\d+)?\s*,\s*(add|remove)\s*,.*")
@@ -47,7 +46,7 @@ def import_trace(path: Path, place: ZoneAndType = ZoneAndType(), seed: int = 0) 
     ``place`` has facts that the file does not contain. ``seed`` draws which VM is lost, where there is only their
     number. A TraceError names file, line (or entry), field, value and what is allowed.
     """
-    text = read_text(path, TraceError, "utf-8-sig")
+    text = trace_text(path)
     first = next((line for line in text.splitlines() if line.strip()), "")
     if "time_s" in first:
         return parse_trace(text.splitlines(keepends=True), str(path))

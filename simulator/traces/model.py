@@ -19,6 +19,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from morph.contract.base import Value, first_problem, read_json
 from morph.contract.errors import ConfigError
+from morph.contract.kinds import MODEL
 from morph.contract.trace import Trace, TraceEvent, TracePrice
 
 HOURS = 24
@@ -134,7 +135,7 @@ def spot_model(
 
 def load_model(path: Path) -> TraceModel:
     """Read a model as JSON; a ConfigError names file, field and value."""
-    return read_json(path, TraceModel, ConfigError, "a file that `morph trace generate --save-model FILE` wrote")
+    return read_json(path, TraceModel, ConfigError, MODEL)
 
 
 class _Drawing:

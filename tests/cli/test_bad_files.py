@@ -275,7 +275,13 @@ def test_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
             "2026-01-01",
             "a number above 0 and at most 1000000000",
         ),
-        ("- vms", None, None, "the keys vms, policy, samples, trackers, callbacks, notify"),
+        (
+            "- vms",
+            None,
+            None,
+            "a cluster file, such as configs/clusters/local.yaml; its keys are "
+            "vms, policy, samples, trackers, callbacks, notify",
+        ),
     ],
 )
 def test_a_wrong_entry_is_named_with_its_value_and_what_is_allowed(

@@ -28,17 +28,17 @@ def job_file(given: Given, job: str = "code: 'jobs.py:good', profile: profile.js
 @pytest.mark.parametrize(
     ("job", "rest", "problem"),
     [
-        ("code: 'jobs.py:good'", "", "job.profile: Field required"),
+        ("code: 'jobs.py:good'", "", "job.profile: is missing"),
         ("code: jobs.py, profile: profile.json", "", "job.code: String should match pattern"),
         ("code: 'missing.py:good', profile: profile.json", "", "job.code: there is no such file (got 'missing.py')"),
         ("code: 'jobs.py:good', profile: profile.json, step: 3", "", "job.step: unknown key (got 3)"),
-        ("code: 'jobs.py:good', profile: profile.json, steps: 0", "", "job.steps: Input should be greater"),
+        ("code: 'jobs.py:good', profile: profile.json, steps: 0", "", "job.steps: must be at least"),
         (
             "code: 'jobs.py:good', profile: profile.json, batch_size: 9",
             "",
             "job.batch_size: is not the profile's (got 9)",
         ),
-        ("code: 'jobs.py:good', profile: profile.json, pipeline_depth: 0", "", "job.pipeline_depth: Input should be"),
+        ("code: 'jobs.py:good', profile: profile.json, pipeline_depth: 0", "", "job.pipeline_depth: must be"),
         (
             "code: 'jobs.py:good', profile: profile.json, pipeline_depth: 3",
             "",
@@ -228,7 +228,7 @@ def test_the_refusal_of_a_file_of_another_kind_names_this_kind(
 ) -> None:
     path = given.file("other.yaml", text)
     told = given.refused("config", command, path)
-    assert told.startswith(f"{path}: is {what}; allowed: a file with the keys vms, policy")
+    assert told.startswith(f"{path}: is {what}; allowed: a cluster file, ")
 
 
 @pytest.mark.parametrize("kind", ["job", "cluster"])

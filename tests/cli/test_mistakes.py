@@ -21,23 +21,29 @@ NOT_A_RUN = "is not a run directory: it has no run.json; allowed: the folder of 
 NO_FOLDER = "there is no such folder; allowed: a run directory, a folder with checkpoints, or a URL"
 NOTHING_STORED = "is not a run directory, and holds no complete checkpoint"
 NOT_READ = "cannot be read: No such file or directory"
-NO_PROFILE = f"{NOT_READ}; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"
-NO_JSON = "is not JSON; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"
-A_JOB = "is a job, not a profile; allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"
+OF_CALIBRATE = "allowed: a JSON file that `morph calibrate JOB -o FILE` wrote"
+NO_PROFILE = f"{NOT_READ}; {OF_CALIBRATE}"
 NO_JOB = "names no job; allowed: path/to/file.py:name"
 NO_PARENT = "cannot be written: its folder does not exist; allowed: a file in an existing folder"
 NO_PROTOCOL = "cannot be used: Protocol not known: nope (got 'nope://x'); allowed: a URL fsspec knows"
 NO_SECRET = "--token-file: the two nodes need a secret by which they know each other; allowed: a file with a secret"
-NOT_WHOLE = "Input should be a valid integer, unable to parse string as an integer (got 'x')"
-NOT_A_NUMBER = "Input should be a valid number, unable to parse string as a number (got 'x')"
+NOT_WHOLE = "must be an integer (got 'x')"
+NOT_A_NUMBER = "must be a number (got 'x')"
 NO_TRACE = "is in no known format (got 'hello'); allowed: a header with time_s"
-NOT_A_CLOUD = "is a job file of `morph run`; allowed: a file with the keys subscription_id"
+A_JOB_FILE = "is a job file of `morph run`"
+OF_CLOUDS = "allowed: a cloud file, as in configs/clouds; its keys are subscription_id"
+OF_CLUSTERS = "allowed: a cluster file, such as configs/clusters/local.yaml; its keys are vms, policy"
+OF_JOBS = "allowed: a job file, such as configs/runs/tiny_gpt.yaml; its keys are vms, policy, samples, trackers"
+OF_TRACES = "allowed: a trace, as `morph trace generate -o FILE` writes one"
 UNKNOWN_SETTING = "--set x: unknown key (got 1); allowed: the keys "
 
 JOB_MISTAKES = {
-    "run.yaml": f"run.yaml: {NO_JOB}",
-    "profile.json": f"profile.json: {NO_JOB}",
-    "jobs.py": f"jobs.py: {NO_JOB}",
+    "run.yaml": f"run.yaml: {A_JOB_FILE}; allowed: path/to/file.py:name",
+    "profile.json": "profile.json: is a profile; allowed: path/to/file.py:name",
+    "jobs.py": "jobs.py: is Python code; allowed: path/to/file.py:name",
+    "notes.txt": f"notes.txt: {NO_JOB}",
+    "empty": "empty: is a folder; allowed: path/to/file.py:name",
+    "''": "JOB: is empty; allowed: a value",
     "none.py:job": "none.py: no such file; allowed: path/to/file.py:name",
     "jobs.py:god": "jobs.py: defines no 'god'; allowed: branching, drifting, extreme, good",
     "jobs.py:number": "number: is not a Job (got 'int'); allowed: a morph.Job, or a function without arguments",
@@ -48,48 +54,56 @@ JOB_MISTAKES = {
 RUN_MISTAKES = {
     "none": f"none: {NO_RUN}",
     "empty": f"empty: {NOT_A_RUN}",
-    "run.yaml": f"run.yaml: {NO_RUN}",
-    "jobs.py:good": f"jobs.py:good: {NO_RUN}",
+    "run.yaml": f"run.yaml: {A_JOB_FILE}; allowed: the folder of a run",
+    "jobs.py:good": "jobs.py:good: is a job; allowed: the folder of a run",
+    "profile.json": "profile.json: is a profile; allowed: the folder of a run",
     "notes.txt": f"notes.txt: {NO_RUN}",
+    "emptyy": "emptyy: there is no such run directory (is empty meant?); allowed: the folder of a run",
 }
 STORED_MISTAKES = {
     "none": f"none: {NO_FOLDER}",
-    "run.yaml": f"run.yaml: {NO_FOLDER}",
-    "profile.json": f"profile.json: {NO_FOLDER}",
+    "run.yaml": f"run.yaml: {A_JOB_FILE}; allowed: a run directory",
+    "profile.json": "profile.json: is a profile; allowed: a run directory",
     "nope://x": f"RUN_DIR_OR_URL: {NO_PROTOCOL}",
 }
 PROFILE_MISTAKES = {
     "none.json": f"none.json: {NO_PROFILE}",
-    "run.yaml": f"run.yaml: {A_JOB}",
-    "jobs.py": f"jobs.py: {A_JOB}",
-    "broken.json": f"broken.json: {NO_JSON}",
-    "empty": "empty: cannot be read: Is a directory; allowed: a JSON file that `morph calibrate",
-    "plan.json": "plan.json: job: Field required; allowed: a JSON file that `morph calibrate",
+    "profil.json": f"profil.json: {NOT_READ} (is profile.json meant?); {OF_CALIBRATE}",
+    "run.yaml": f"run.yaml: {A_JOB_FILE}; {OF_CALIBRATE}",
+    "cluster.yaml": f"cluster.yaml: is a cluster file; {OF_CALIBRATE}",
+    "jobs.py": f"jobs.py: is Python code; {OF_CALIBRATE}",
+    "jobs.py:good": f"jobs.py:good: is a job; {OF_CALIBRATE}",
+    "broken.json": f"broken.json: is not JSON; {OF_CALIBRATE}",
+    "trace.csv": f"trace.csv: is a spot trace; {OF_CALIBRATE}",
+    "empty": f"empty: is a folder; {OF_CALIBRATE}",
+    "plan.json": f"plan.json: is a plan; {OF_CALIBRATE}",
 }
 CLOUD_MISTAKES = {
     "none.yaml": f"none.yaml: {NOT_READ}",
-    "run.yaml": f"run.yaml: {NOT_A_CLOUD}",
-    "cluster.yaml": "cluster.yaml: is a cluster file; allowed: a file with the keys subscription_id",
-    "notes.txt": "notes.txt: Input should be an object (got 'hello'); allowed: the keys subscription_id",
-    "empty": "empty: cannot be read: Is a directory",
+    "run.yaml": f"run.yaml: {A_JOB_FILE}; {OF_CLOUDS}",
+    "cluster.yaml": f"cluster.yaml: is a cluster file; {OF_CLOUDS}",
+    "notes.txt": f"notes.txt: is not a mapping of keys to values; {OF_CLOUDS}",
+    "empty": "empty: is a folder",
     "hosts.yaml --kind aws": "hosts.yaml: is a file of hosts, which a cluster file names as vms.cloud; allowed: ",
     "azure.yaml --kind moon": "--kind: no such kind (got 'moon'); allowed: azure or aws or slurm or static",
 }
 FILE_MISTAKES = {
     "none.yaml": f"none.yaml: {NOT_READ}",
-    "notes.txt": "notes.txt: Input should be an object (got 'hello'); allowed: the keys vms, policy",
-    "jobs.py": "jobs.py, line ",
-    "empty": "empty: cannot be read: Is a directory",
-    "azure.yaml": "azure.yaml: is a cloud file, which `morph cloud dry-run` checks; allowed: a file with the keys vms",
+    "notes.txt": f"notes.txt: is not a mapping of keys to values; {OF_CLUSTERS}",
+    "jobs.py": "jobs.py, line 9: is Python code",
+    "plan.json": f"plan.json: is a plan; {OF_CLUSTERS}",
+    "trace.csv": f"trace.csv: is a spot trace; {OF_CLUSTERS}",
+    "empty": "empty: is a folder",
+    "azure.yaml": f"azure.yaml: is a cloud file, which `morph cloud dry-run` checks; {OF_CLUSTERS}",
     "hosts.yaml": "hosts.yaml: is a file of hosts, which a cluster file names as vms.cloud; allowed: ",
-    "typed.yaml": "typed.yaml: vms.num_vms: Input should be a valid integer (got 'many'); allowed: an integer at least",
+    "typed.yaml": "typed.yaml: vms.num_vms: must be an integer (got 'many'); allowed: an integer at least",
 }
 TRACE_MISTAKES = {
     "none.csv": f"none.csv: {NOT_READ}",
     "notes.txt": f"notes.txt, line 1: {NO_TRACE}",
-    "run.yaml": "run.yaml, line 1: is in no known format",
-    "profile.json": "profile.json: metadata.gap_seconds: is missing or wrong; allowed: seconds, more than 0",
-    "empty": "empty: cannot be read: Is a directory",
+    "run.yaml": f"run.yaml: {A_JOB_FILE}; {OF_TRACES}",
+    "profile.json": f"profile.json: is a profile; {OF_TRACES}",
+    "empty": f"empty: is a folder; {OF_TRACES}",
 }
 
 PLACES: tuple[tuple[str, dict[str, str]], ...] = (
@@ -115,12 +129,14 @@ PLACES: tuple[tuple[str, dict[str, str]], ...] = (
 
 TABLE: dict[str, dict[str, str]] = {
     "calibrate jobs.py:good": {
-        "--samples 1": "--samples: Input should be greater than or equal to 5 (got '1')",
+        "--samples 1": "--samples: must be at least 5 (got '1')",
         "--samples x": f"--samples: {NOT_WHOLE}",
         "--device tpu": "--device: this machine has no such device (got 'tpu'); allowed: cpu",
-        "-m 5": "micro_batch_size: does not divide the global batch (got 5); allowed: divisors of 8",
+        "-m 5": "--micro-batch: does not divide the global batch (got 5); allowed: divisors of 8",
         "-o none/p.json": f"none/p.json: {NO_PARENT}",
         "-o empty": "empty: cannot be written: it is a folder; allowed: a file name",
+        "-o jobs.py": "jobs.py: cannot be written: .py is the ending of code or settings; allowed: another name",
+        "--samples 9 --samples 5": "--samples: is given twice; allowed: once",
         "--peer nohost": "--peer: is not an address (got 'nohost'); allowed: HOST:PORT, as 10.0.0.2:7420",
         "--peer 127.0.0.1:9": NO_SECRET,
         "--links wrong": "--links: is unknown (got 'wrong'); allowed: staged, ipc, auto",
@@ -133,7 +149,7 @@ TABLE: dict[str, dict[str, str]] = {
         "--listen nohost": "--listen: is not an address (got 'nohost'); allowed: HOST:PORT, as 10.0.0.2:7420",
         "--listen 127.0.0.1": "--listen: is not an address (got '127.0.0.1'); allowed: HOST:PORT",
         "--token-file notes.txt": "notes.txt: --token-file: others can read the secret (got '0644'); allowed: mode",
-        "--wait-s -1": "--wait-s: Input should be greater than or equal to 1 (got '-1')",
+        "--wait-s -1": "--wait-s: must be at least 1 (got '-1')",
     },
     "plan profile.json": {
         "": "--gpus: is missing; allowed: a number, a range as 16..128, or --nodes or --pool instead",
@@ -148,7 +164,7 @@ TABLE: dict[str, dict[str, str]] = {
     "simulate profile.json": {
         "": "-P: is missing; allowed: stages of a pipeline, or --plan FILE",
         "--plan none.json": f"none.json: {NOT_READ}; allowed: a file that `morph plan PROFILE -o FILE` wrote",
-        "--plan profile.json": "fingerprint: Field required; allowed: a file that `morph plan PROFILE -o FILE` wrote",
+        "--plan profile.json": "profile.json: is a profile; allowed: a file that `morph plan PROFILE -o FILE` wrote",
         "-P 1 --slow 1": "--slow: is not a slow worker (got '1'); allowed: STAGE:FACTOR or STAGE/REPLICA:FACTOR",
         "-P 1 --engine slow": "--engine: is unknown (got 'slow'); allowed: compiled, reference",
     },
@@ -159,38 +175,42 @@ TABLE: dict[str, dict[str, str]] = {
     "run": {
         "none.yaml": f"none.yaml: {NOT_READ}",
         "unmeasured.yaml": f"none.json: {NO_PROFILE}",
-        "profile.json": "JOB: is not a job (got 'profile.json'); allowed: path/to/file.py:name, or a job file (YAML)",
-        "cluster.yaml": "cluster.yaml: job: Field required; allowed: the keys code, arguments, profile",
+        "profile.json": "profile.json: is a profile; allowed: path/to/file.py:name, or a job file (YAML)",
+        "cluster.yaml": f"cluster.yaml: is a cluster file; {OF_JOBS}",
         "run.yaml --set vms.num=3": "--set vms.num: unknown key (got 3); allowed: the keys kind, launcher, num_vms",
         "run.yaml --log-format xml": "--log-format: is unknown (got 'xml'); allowed: text, json",
         "run.yaml --checkpoint-url nope://x": "Protocol not known: nope",
         "run.yaml --epochs 1": "give one of the two",
+        "run.yaml -D 9999999999": "-D: must be at most 2147483648 (got '9999999999')",
+        "run.yaml --steps 4 --steps 5": "--steps: is given twice; allowed: once",
+        "jobs.py:good --profile profile.json --cluster run.yaml": f"run.yaml: {A_JOB_FILE}; {OF_CLUSTERS}",
     },
     "resume": {"nope://x": f"RUN_DIR_OR_URL: {NO_PROTOCOL}"},
     "service": {
         "none": NO_RUN,
         "empty": NOT_A_RUN,
         "none.yaml": f"none.yaml: {NOT_READ}",
-        "cluster.yaml": "cluster.yaml: job: Field required; allowed: the keys code, arguments, profile",
+        "cluster.yaml": f"cluster.yaml: is a cluster file; {OF_JOBS}",
         "run.yaml --for k8s": "--for: is unknown (got 'k8s'); allowed: systemd, slurm",
     },
     "elastic": {
-        "none.py": "COMMAND: cannot be started (got 'none.py'); allowed: a program: -- python train.py",
+        "none.py": "COMMAND: cannot be started: No such file or directory (got 'none.py'); allowed: a program: ",
         "--workers x script.py": f"--workers: {NOT_WHOLE}",
         "--workers 2 --founders 3 script.py": "MORPH_ELASTIC_SECRET: is not set; allowed: one for all machines: ",
         "--join nohost script.py": "--join: is not an address (got 'nohost'); allowed: HOST:PORT",
-        "--silence-s 0 script.py": "--silence-s: Input should be greater than or equal to 0.5 (got '0')",
+        "--silence-s 0 script.py": "--silence-s: must be at least 0.5 (got '0')",
     },
     "spot-run": {
         "none.yaml python a.py": f"none.yaml: {NOT_READ}",
         "azure.yaml python a.py": "azure.yaml: is a cloud file, which `morph cloud dry-run` checks; allowed: ",
-        "cluster.yaml python a.py": "cluster.yaml: storage: Field required; allowed: a string",
+        "cluster.yaml python a.py": "cluster.yaml: is a cluster file; allowed: a job file of `morph spot-run`",
     },
     "timeline empty": {"--png none/x.png": f"none/x.png: {NO_PARENT}", "--step x": f"--step: {NOT_WHOLE}"},
     "report empty": {"--price x": f"--price: {NOT_A_NUMBER}"},
     "checkpoints": {
         "ls empty": NOTHING_STORED,
-        "keep empty x": f"version: {NOT_WHOLE}",
+        "keep empty x": f"VERSION: {NOT_WHOLE}",
+        "gc empty": NOTHING_STORED,
         "copy empty notes.txt": "DEST_URL: is a file (got 'notes.txt'); allowed: a folder of its own, or a URL",
     },
     "export empty": {
@@ -214,6 +234,8 @@ TABLE: dict[str, dict[str, str]] = {
         "--seconds x": f"--seconds: {NOT_A_NUMBER}",
     },
     "rehearse profile.json": {
+        "-P -1": "profile.json: -P: the model cannot be cut so (got -1); allowed: 1 to 2 (its sections)",
+        "-P 1 --steps 9999999": "--steps: is out of range (got 9999999); allowed: a whole number from 1 to 100000",
         "": "-P: give one of -P (with -D), --plan and --trace",
         "-P 1 --batch-size 7": "--batch-size: is not a whole number of micro-batches (got 7); allowed: multiples of 2",
     },
@@ -222,8 +244,10 @@ TABLE: dict[str, dict[str, str]] = {
         "profile.json": "--vms: is missing; allowed: one of --vms, --like, --model",
         "profile.json --trace trace.csv --until x": "--until: is not a bound (got 'x'); allowed: steps (100000), hours",
         "profile.json --trace trace.csv --policy fast": "--policy: is not a policy (got 'fast'); allowed: compared",
+        "profile.json --trace trace.csv --price inf": "--price: must be at most 1000000 (got 'inf')",
         "profile.json --trace trace.csv --set x=1": UNKNOWN_SETTING,
     },
+    "trace stats": {"trace.csv trace.csv": "trace.csv: is given twice; allowed: each trace once"},
     "config schema": {"cloud": "kind: is unknown (got 'cloud'); allowed: job, cluster"},
     "trace generate -o out.csv": {
         "": "--vms: is missing; allowed: one of --vms, --like, --model",
@@ -266,7 +290,7 @@ def folder(given: Given, monkeypatch: pytest.MonkeyPatch) -> Given:
     given.file("trace.csv", "time_s,event,node_id\n0,add,a\n5,remove,a\n")
     given.file("notes.txt", "hello\n").chmod(0o644)
     given.file("broken.json", '{"a": 1')
-    given.file("plan.json", '{"schema_version": 1}')
+    given.file("plan.json", '{"schema_version": 1, "orders": []}')
     (given.folder / "empty").mkdir()
     for name in ("azure", "hosts"):
         shutil.copy(ROOT / f"configs/clouds/{name}.yaml", given.folder)

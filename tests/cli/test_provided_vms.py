@@ -129,7 +129,7 @@ def test_a_mistake_is_one_line_that_names_it(
 )
 def test_missing_required_fields_are_named(tmp_path: Path, described: Described, missing: str, told: str) -> None:
     del described["vms"][missing]
-    assert f"{told}: Field required" in refused(tmp_path, described)
+    assert f"{told}: is missing" in refused(tmp_path, described)
 
 
 @pytest.mark.parametrize(

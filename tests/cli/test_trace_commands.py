@@ -310,7 +310,7 @@ def test_a_job_on_one_vm_is_described_by_bounded_durations(tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"step_s": 0}, "step_s: Input should be greater than 0 (got 0)"),
+        ({"step_s": 0}, "step_s: must be above 0 (got 0)"),
         ({"save_s": [3, 2]}, "save_s: the first of the two numbers is above the second"),
         ({"upload_s": "fast"}, "upload_s: is neither a number of seconds nor a list of two bounds"),
         ({"upload_s": [1, 2, 3]}, "upload_s: is neither a number of seconds nor a list of two bounds"),

@@ -75,7 +75,7 @@ PROFILE_MISTAKES: dict[str, tuple[Change, list[str]]] = {
     "another schema": (lambda p: p.update(schema_version=0), ["schema_version", "(got 0)"]),
     "no sections": (lambda p: p.update(sections=[]), ["sections", "at least 1"]),
     "an unknown field": (lambda p: p["job"].update(colour="red"), ["job.colour", "'red'"]),
-    "a missing field": (lambda p: p["job"].pop("batch_size"), ["job.batch_size", "required"]),
+    "a missing field": (lambda p: p["job"].pop("batch_size"), ["job.batch_size", "is missing"]),
     "a negative time": (
         lambda p: p["sections"][1]["forward"]["2"].update(median_s=-1),
         ["sections.1.forward.2.median_s", "(got -1)"],
@@ -135,7 +135,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, load: Callable[[Pat
     binary.write_bytes(b"\xff\xfe\x00")
     for path, problem in (
         (tmp_path / "none.json", "No such file"),
-        (tmp_path, "directory"),
+        (tmp_path, "is a folder"),
         (broken, "JSON"),
         (binary, "UTF-8"),
     ):

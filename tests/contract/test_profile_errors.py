@@ -36,14 +36,14 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
         lambda p: p.update(schema_version=2, something_new=[1], sections="another form"),
         ["schema_version: written by a newer Morph: schema_version 2; this one reads 1"],
     ),
-    "an older schema": (lambda p: p.update(schema_version=0), ["schema_version: ", "should be 1", "(got 0)"]),
-    "sections left out": (lambda p: p.pop("sections"), ["sections: ", "required"]),
+    "an older schema": (lambda p: p.update(schema_version=0), ["schema_version: ", "must be 1", "(got 0)"]),
+    "sections left out": (lambda p: p.pop("sections"), ["sections: ", "is missing"]),
     "no sections": (lambda p: p.update(sections=[]), ["sections: ", "at least 1 item"]),
     "a section left out": (lambda p: p["sections"].pop(1), ["sections[1].index is 2", "0..K-1"]),
-    "a part of a section left out": (lambda p: p["sections"][1].pop("forward"), ["sections.1.forward: ", "required"]),
+    "a part of a section left out": (lambda p: p["sections"][1].pop("forward"), ["sections.1.forward: ", "is missing"]),
     "a negative time": (
         lambda p: p["sections"][2]["backward"]["1"].update(median_s=-0.5),
-        ["sections.2.backward.1.median_s: ", "greater than or equal to 0", "(got -0.5)"],
+        ["sections.2.backward.1.median_s: ", "at least 0", "(got -0.5)"],
     ),
     "a time that is no number": (
         lambda p: p["sections"][0]["forward"]["2"].update(median_s=NAN),
@@ -55,7 +55,7 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
     ),
     "a negative quantile": (
         lambda p: p["commit"].update(quantiles_s=[-1.0, 1.0]),
-        ["commit.quantiles_s.0: ", "greater than or equal to 0", "(got -1.0)"],
+        ["commit.quantiles_s.0: ", "at least 0", "(got -1.0)"],
     ),
     "quantiles out of order": (
         lambda p: p["commit"].update(quantiles_s=[2.0, 1.0]),
@@ -63,11 +63,11 @@ MISTAKES: dict[str, tuple[Change, list[str]]] = {
     ),
     "a bandwidth of nothing": (
         lambda p: p.update(checkpoint_write_bytes_per_s=0),
-        ["checkpoint_write_bytes_per_s: ", "greater than 0", "(got 0)"],
+        ["checkpoint_write_bytes_per_s: ", "above 0", "(got 0)"],
     ),
     "neighbours that make it faster": (
         lambda p: p.update(contention=[{"num_busy": 2, "factor": 0.9}]),
-        ["contention.0.factor: ", "greater than or equal to 1", "(got 0.9)"],
+        ["contention.0.factor: ", "at least 1", "(got 0.9)"],
     ),
     "busy neighbours out of order": (
         lambda p: p["node_types"][0]["contention"].reverse(),

@@ -102,16 +102,16 @@ def test_a_scaled_notice_comes_no_earlier_than_its_vm(added_s: float, lived_s: f
 @pytest.mark.parametrize(
     ("row", "parts"),
     [
-        ("20,remove,a,,,0,", ["notice_s", "'0'", "greater than 0"]),
+        ("20,remove,a,,,0,", ["notice_s", "'0'", "above 0"]),
         ("20,remove,a,,,soon,", ["notice_s", "'soon'"]),
         ("20,remove,a,,,21,", ["notice_s", "21.0", "not present yet", "at most 20.0"]),
         ("20,remove,a,,,,0.9", ["usd_per_h", "'0.9'", "does not belong to a line of event remove"]),
         ("20,add,b,,,30,", ["notice_s", "'30'", "does not belong to a line of event add"]),
         ("20,price,a,,,,0.9", ["node_id", "'a'", "does not belong to a line of event price"]),
-        ("20,price,,,,,", ["usd_per_h", "Field required"]),
+        ("20,price,,,,,", ["usd_per_h", "is missing"]),
         ("20,price,,,,,-1", ["usd_per_h", "'-1'"]),
         ("20,price,,,,,nan", ["usd_per_h", "finite"]),
-        ("20,add,,,,,", ["node_id", "Field required"]),
+        ("20,add,,,,,", ["node_id", "is missing"]),
         ("-1,price,,,,,1", ["time_s", "'-1'"]),
     ],
 )
@@ -146,7 +146,7 @@ def test_time_can_be_scaled() -> None:
     ("rows", "line", "parts"),
     [
         (["0,add,a", "x,add,b"], 3, ["time_s", "'x'"]),
-        (["-1,add,a"], 2, ["time_s", "'-1'", "greater than or equal to 0"]),
+        (["-1,add,a"], 2, ["time_s", "'-1'", "at least 0"]),
         (["nan,add,a"], 2, ["time_s", "finite"]),
         (["inf,add,a"], 2, ["time_s", "finite"]),
         (["0,grow,a"], 2, ["event", "'grow'", "'add'", "'remove'", "'price'", "'end'"]),
@@ -195,7 +195,7 @@ def test_a_missing_file_is_named(tmp_path: Path) -> None:
 
 
 def test_a_directory_is_not_a_trace(tmp_path: Path) -> None:
-    with pytest.raises(TraceError, match="cannot be read"):
+    with pytest.raises(TraceError, match="is a folder"):
         load_trace(tmp_path)
 
 

@@ -275,7 +275,7 @@ def test_a_batch_makes_at_most_32_shares_unless_more_are_asked_for() -> None:
         (["--join", "127.0.0.1:1"], "MORPH_ELASTIC_SECRET: is not set"),
         (["--workers", "3", "--founders", "2"], "--founders: is less than --workers (got 2)"),
         (["--listen", "192.0.2.1"], "--listen: cannot be listened on"),
-        ([], "COMMAND: cannot be started (got 'no-such-program')"),
+        ([], "COMMAND: cannot be started: No such file or directory (got 'no-such-program')"),
     ],
 )
 def test_a_command_that_cannot_be_carried_out_says_why(options: list[str], said: str) -> None:

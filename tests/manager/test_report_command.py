@@ -210,7 +210,7 @@ def test_a_run_that_did_nothing_yet_has_a_page(run_dir: Path) -> None:
     ("options", "told"),
     [
         (["--on-demand-price", "3"], "--price: is not given"),
-        (["--price", "nan"], "--price: Input should be"),
+        (["--price", "nan"], "--price: must be"),
         (["-o", "/nowhere/page.html"], "/nowhere"),
     ],
 )

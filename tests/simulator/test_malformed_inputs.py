@@ -140,14 +140,14 @@ PLAN, SIMULATE = ("plan", "--gpus", "5"), ("simulate", "-P", "2")
 PROGRESS = (*PLAN, "--objective", "progress")
 REVOKED = (*PROGRESS, "--set", "revocations_per_hour=1")
 MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
-    (_of("1e10", *FORWARD), PLAN, "sections.1.forward.1.median_s: Input should be less than or equal to 86400 (got"),
-    (_of("true", *FORWARD), PLAN, "sections.1.forward.1.median_s: Input should be a valid number (got True)"),
-    (_of("true", "job", "batch_size"), PLAN, "job.batch_size: Input should be a valid integer (got True)"),
-    (_of(str(2**62), "sections", 0, "parameter_bytes"), PLAN, "sections.0.parameter_bytes: Input should be less than"),
+    (_of("1e10", *FORWARD), PLAN, "sections.1.forward.1.median_s: must be at most 86400 (got"),
+    (_of("true", *FORWARD), PLAN, "sections.1.forward.1.median_s: must be a number (got True)"),
+    (_of("true", "job", "batch_size"), PLAN, "job.batch_size: must be an integer (got True)"),
+    (_of(str(2**62), "sections", 0, "parameter_bytes"), PLAN, "sections.0.parameter_bytes: must be at most"),
     (
         _of(str(10**12), "job", "batch_size"),
         SIMULATE,
-        "job.batch_size: Input should be less than or equal to 1000000000",
+        "job.batch_size: must be at most 1000000000",
     ),
     (
         _of(str(10**9), "job", "batch_size"),
@@ -172,7 +172,7 @@ MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
     (
         [],
         (*REVOKED, "--set", "replacement_s=inf"),
-        "--set replacement_s: Input should be",
+        "--set replacement_s: must be",
     ),
     (
         [],

@@ -515,7 +515,7 @@ def test_a_jobs_function_is_called_with_the_model_of_the_newest_checkpoint(tmp_p
     again = json.loads((run_dir / "samples" / path.name).read_text(encoding="utf-8"))
     assert (said_of_it, again) == ([], found), "what is drawn depends on the version alone"
     assert "the sample of the newest checkpoint is already in" in morph("sample", run_dir)[1]
-    refused = "morph sample: --device: this machine has no such device (got 'mps')"
+    refused = "--device: this machine has no such device (got 'mps')"
     assert refused in morph("sample", run_dir, "--device", "mps")[1]
 
     code, said = morph("sample", trained_run(spec_of("plain"), tmp_path / "plain"))

@@ -8,12 +8,14 @@ BadParameter        the same, with the value given        2
 TrainingStopped     one line on standard error            1
 KeyboardInterrupt   one line on standard error            130
 OSError: no room    one line on standard error            1
+OSError: a path     one line, if it may not be used       2
 anything else       its traceback: it is a bug            1
 ==================  ====================================  ====
 """
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -21,10 +23,11 @@ from typing import Any
 
 import typer
 
-from morph.cli.reading.help import HelpGroup
-from morph.contract.errors import InputError, TrainingStopped, printable
+from morph.cli.reading.help import HelpGroup, name_of
+from morph.contract.errors import InputError, TrainingStopped, printable, problem_text
 from morph.contract.files import NO_ROOM
 
+_REFUSED = frozenset({errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG})
 EXIT_STOPPED = 1
 EXIT_INPUT = 2
 EXIT_GOES_ON = 75
@@ -58,11 +61,11 @@ def _usage(error: typer.BadParameter) -> InputError:
     """Return the error of a value that an option refuses. Only the error's cause may have the value."""
     details = getattr(error.__cause__, "errors", None)
     value = details()[0].get("input") if callable(details) else None
-    where = getattr(error.param, "opts", None) or [getattr(error.param, "name", None)]
-    message, is_choice, choices = error.message.removeprefix("Value error, ").partition(" is not one of ")
+    where = None if error.param is None else name_of(error.param)
+    message, is_choice, choices = problem_text(error.message).partition(" is not one of ")
     if is_choice:
-        return InputError("is unknown", field=where[0], value=value, allowed=choices.rstrip(".").replace("'", ""))
-    return InputError(message, field=where[0], value=value)
+        return InputError("is unknown", field=where, value=value, allowed=choices.rstrip(".").replace("'", ""))
+    return InputError(message, field=where, value=value)
 
 
 class MorphGroup(HelpGroup):
@@ -84,10 +87,11 @@ class MorphGroup(HelpGroup):
             print(one_line(error), file=sys.stderr)
             raise typer.Exit(EXIT_STOPPED) from error
         except OSError as error:
-            if error.errno not in NO_ROOM:
+            refused = error.errno in _REFUSED and error.filename is not None
+            if error.errno not in NO_ROOM and not refused:
                 raise
-            print(one_line(InputError(str(error.strerror), source=error.filename)), file=sys.stderr)
-            raise typer.Exit(EXIT_STOPPED) from error
+            print(one_line(InputError(str(error.strerror), source=str(error.filename or ""))), file=sys.stderr)
+            raise typer.Exit(EXIT_INPUT if refused else EXIT_STOPPED) from error
         except KeyboardInterrupt as error:
             print("interrupted", file=sys.stderr)
             raise typer.Exit(EXIT_INTERRUPTED) from error

@@ -10,12 +10,15 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
+from collections import Counter
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperCommand, TyperGroup
+
+from morph.contract.errors import InputError
 
 MAX_LINES, MAX_COLUMNS = 40, 80
 FEW_OPTIONS = 12
@@ -98,7 +101,17 @@ class Found(dict[str, Command]):
 
 
 class MorphCommand(TyperCommand):
-    """A command whose help fits a screen."""
+    """A command whose help fits a screen. It refuses an option that is given twice, and an empty value."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Read the arguments; InputError names an option whose earlier value would be dropped without a word."""
+        values, _, order = self.make_parser(ctx).parse_args(args=list(args))
+        for param, times in Counter(order).items():
+            if times > 1 and param.param_type_name == "option" and not param.multiple:
+                raise InputError("is given twice", field=name_of(param), allowed="once")
+            if isinstance(value := values.get(param.name), str) and not value.strip():
+                raise InputError("is empty", field=name_of(param), allowed="a value")
+        return list(super().parse_args(ctx, args))
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         """Write the help, in full if it fits a screen, else shortened."""
@@ -148,6 +161,11 @@ class MorphCommand(TyperCommand):
         if short:  # a line less
             return {title: [*(arguments if title == titles[0] else []), *rows] for title, rows in found.items()}
         return ({"Arguments": arguments} if arguments else {}) | found
+
+
+def name_of(param: Any) -> str:
+    """Return the name of an option or argument, as its command's help shows it."""
+    return str(param.opts[0] if param.param_type_name == "option" else param.metavar or param.name)
 
 
 def found_by_name(place: str) -> Any:

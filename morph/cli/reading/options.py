@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from morph.contract import ranges
+
 
 class ScheduleName(StrEnum):
     """Schedules that the executor can run."""
@@ -92,6 +94,7 @@ PriceOption = Annotated[
     typer.Option(
         "--price",
         min=0,
+        max=ranges.USD_PER_HOUR.high,
         help="Dollars per hour of each VM. Default: each VM's known price.",
         show_default=False,
     ),
@@ -99,6 +102,10 @@ PriceOption = Annotated[
 OnDemandOption = Annotated[
     float | None,
     typer.Option(
-        "--on-demand-price", min=0, help="Dollars per hour of such a VM on demand, to compare.", show_default=False
+        "--on-demand-price",
+        min=0,
+        max=ranges.USD_PER_HOUR.high,
+        help="Dollars per hour of such a VM on demand, to compare.",
+        show_default=False,
     ),
 ]

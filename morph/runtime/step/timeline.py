@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from morph.contract.errors import RunDirError
 from morph.contract.files import write_output
 from morph.contract.timeline import Span, SpanKind, StepTimeline
 
@@ -83,7 +82,7 @@ def trace(timelines: Sequence[StepTimeline]) -> dict[str, Any]:
 
 def write_trace(timelines: Sequence[StepTimeline], path: Path) -> None:
     """Write the trace of one step into a file, atomically."""
-    write_output(path, json.dumps(trace(timelines)), RunDirError)
+    write_output(path, json.dumps(trace(timelines)))
 
 
 def _key(laid: Laid) -> tuple[int, int, SpanKind, int | None]:
