@@ -14,7 +14,7 @@ from manager.engine.loop.driver import Observer
 from manager.rehearsal.device import known_units
 from manager.report.journal_reader import read_report
 from manager.report.values import RunReport
-from manager.run.session import RunSpec, run_session
+from manager.run.session import SessionSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.contract.cluster import ClusterConfig, Policy
 from morph.contract.plan import Plan
@@ -84,7 +84,7 @@ def specify(
     config: Mapping[str, Any] | None = None,
     cluster: Mapping[str, Any] | None = None,
     **more: Any,
-) -> RunSpec:
+) -> SessionSpec:
     """Return what to run.
 
     Args:
@@ -94,7 +94,7 @@ def specify(
         trace: When VMs come and go.
         config: Further fields of the controller's configuration.
         cluster: Further fields of the cluster file.
-        more: Further fields of ``RunSpec``.
+        more: Further fields of ``SessionSpec``.
     """
     known: dict[str, Any] = {
         "fingerprint": subject.fingerprint,
@@ -105,7 +105,7 @@ def specify(
         "policy": policy,
         "expected_nodes": sum(event.time_s == 0 for event in trace.events) or 1,
     }
-    return RunSpec(
+    return SessionSpec(
         job_path=subject.job_path,
         config=ControllerConfig(**{**known, **(config or {})}),
         cluster=ClusterConfig(policy=policy, **(cluster or {})),
@@ -118,7 +118,7 @@ def specify(
 
 def play(
     subject: Subject,
-    spec: RunSpec,
+    spec: SessionSpec,
     path: Path,
     watch: Observer = lambda _: None,
     attend: Callable[[VmFleet], Observer] | None = None,
@@ -132,5 +132,5 @@ def play(
         num_sections=subject.num_sections,
     )
     with RunDir(path, facts) as run_dir:
-        finish = run_session(spec, run_dir, watch, attend)
+        finish = run_session(spec, run_dir, watch, attend=attend)
         return finish, read_report(run_dir.path)

@@ -1,7 +1,4 @@
-"""Measure a job once, section by section, on a real device; the result is a profile (docs/how-it-works/calibration.md).
-
-What measures is loaded when it is first used: processes that only exchange messages need nothing of it.
-"""
+"""Measure a job once, section by section, on a real device; the result is a profile."""
 
 from __future__ import annotations
 

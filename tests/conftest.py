@@ -1,7 +1,7 @@
 """Settings for every test: nothing reaches a model hub, and torch uses one thread wherever a test loads it.
 
 Several pytest-xdist workers share the machine. With ``--dist loadfile`` one of them runs all tests of a file in turn,
-so that each fixture is made once. The files that took longest go first; short files then fill the free workers.
+so that each fixture is made once; ``tests/times.py`` says which file comes next.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from tests.training.shapes import ShapesCrew
@@ -103,6 +103,11 @@ def pytest_xdist_auto_num_workers() -> int:
     """Return the processes for ``--numprocesses auto``: two more than usable cores, because many tests mostly wait."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return min(cores + 2, MOST_WORKERS)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> times.Scheduling | None:
+    return times.Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
 def pytest_configure(config: pytest.Config) -> None:

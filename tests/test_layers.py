@@ -70,7 +70,7 @@ def test_the_contract_loads_neither_torch_nor_ray(module: str) -> None:
 @pytest.mark.slow
 def test_a_manager_that_takes_over_a_run_on_rays_nodes_loads_no_torch() -> None:
     """Its workers wait for it. It does not load Ray either, which would read data that VMs send."""
-    code = "import sys, manager.run.managed_run, manager.engine.on_ray.ray_cluster, manager.engine.on_ray.launcher; "
+    code = "import sys, manager.run.train, manager.engine.on_ray.ray_cluster, manager.engine.on_ray.launcher; "
     done = subprocess.run(
         [sys.executable, "-c", f"{code}print([name for name in ('torch', 'ray') if name in sys.modules])"],
         capture_output=True, text=True, timeout=BOUND_S, check=True,

@@ -1,8 +1,10 @@
-"""What the tests of a run took, by the clock and of processors: ``make test-times`` prints it.
+"""What the tests of a run took, by the clock and of processors, and which process of pytest-xdist gets which file.
 
-Each run writes ``out/tests.xml`` (JUnit), in which a test has properties beside its seconds by the clock. The seconds
-by file of a run are kept in ``tests/seconds.json``, by which the files of the next run are put in order: the longest
-first, so that no process is left with a long one when the others have ended.
+Each run writes ``out/tests.xml`` (JUnit), in which a test has properties beside its seconds by the clock; ``make
+test-times`` prints them. The seconds by file of a run are kept in ``tests/seconds.json``, by which the files of each
+folder are put in order: the longest first, so that no process is left with a long one when the others have ended. Few
+processes at once get a file with whole runs: these mostly wait, and starve if many of them start Ray together, while
+files that compute use the cores beside them.
 
 A test's processor seconds are those of its process and of the children that it has waited for, set-up and clean-up
 included. Daemons that outlive a test are not in them.
@@ -14,17 +16,22 @@ import json
 import resource
 import sys
 import time
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
+from xdist.scheduler import LoadFileScheduling
 
 RESULTS = Path("out/tests.xml")
 RECORDED = Path(__file__).with_name("seconds.json")
 NUM_SLOWEST = 40
+WHOLE_RUNS = tuple(f"tests/{name}/" for name in ("chaos", "cloud", "notebooks", "spot", "system"))
+"""Folders whose tests start managers, clusters of Ray, and clouds' stand-ins, and mostly wait for them."""
+MOST_WHOLE_RUNS = 2
 
 
 def processor_s() -> float:
@@ -34,9 +41,51 @@ def processor_s() -> float:
 
 
 def in_order(items: list[pytest.Item], root: Path) -> None:
-    """Put tests in the order of their files' recorded seconds, longest first; a file that is not recorded begins."""
+    """Put the files of each folder in the order of their recorded seconds; one that is not recorded begins.
+
+    Folders keep their order: ``tests/training``, whose workers take all cores, comes when runs on Ray have ended.
+    """
     seconds: dict[str, float] = json.loads(RECORDED.read_text(encoding="utf-8"))
-    items.sort(key=lambda item: -seconds.get(str(item.path.relative_to(root)), sys.float_info.max))
+    files = {item.path: str(item.path.relative_to(root)) for item in items}
+    items.sort(key=lambda item: (item.path.parent, -seconds.get(files[item.path], sys.float_info.max)))
+
+
+class WaitingFiles(OrderedDict[str, dict[str, bool]]):
+    """Files that no process has yet, in order.
+
+    ``assigned``: whether each test has ended, by process and file. ``asking``: the process that needs another file.
+    """
+
+    def __init__(self, assigned: Mapping[Any, Mapping[str, Mapping[str, bool]]]) -> None:
+        super().__init__()
+        self._assigned = assigned
+        self.asking: object = None
+
+    def popitem(self, last: bool = False) -> tuple[str, dict[str, bool]]:
+        """Return the next file with whole runs unless enough other processes have one; then, the next other file.
+
+        If there are only files of one kind, return the next of these.
+        """
+        others = [files for process, files in self._assigned.items() if process is not self.asking]
+        wanted = sum(any(_waits(*each) for each in files.items()) for files in others) < MOST_WHOLE_RUNS
+        file = next((file for file in self if file.startswith(WHOLE_RUNS) == wanted), next(iter(self)))
+        return file, self.pop(file)
+
+
+def _waits(file: str, tests: Mapping[str, bool]) -> bool:
+    return file.startswith(WHOLE_RUNS) and not all(tests.values())
+
+
+class Scheduling(LoadFileScheduling):
+    """Gives each process of pytest-xdist one file after the other, in an order that keeps cores busy."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.workqueue = self._waiting = WaitingFiles(self.assigned_work)
+
+    def mark_test_complete(self, node: Any, item_index: int, duration: float = 0) -> None:
+        self._waiting.asking = node
+        super().mark_test_complete(node, item_index, duration)
 
 
 @dataclass(frozen=True)

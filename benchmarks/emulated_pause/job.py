@@ -10,7 +10,7 @@ from benchmarks.runs import Subject, specify, steady_vms, subject_of_job, subjec
 from manager.controller.state.config import ExpectedLosses
 from manager.engine.machines.machines import Processes
 from manager.rehearsal.device import FLOAT_BYTES, EmulationOptions, emulated_device, stretched
-from manager.run.session import RunSpec
+from manager.run.session import SessionSpec
 from morph.contract.cluster import Policy
 from morph.contract.emulation import EmulatedDevice
 from morph.contract.plan import Plan
@@ -148,7 +148,7 @@ def make_plans(job: Job, shape: Shape) -> dict[int, Plan]:
     return plans
 
 
-def make_run(job: Job, shape: Shape, directory: Path, redundancy: str = "auto") -> tuple[Subject, RunSpec]:
+def make_run(job: Job, shape: Shape, directory: Path, redundancy: str = "auto") -> tuple[Subject, SessionSpec]:
     """Return what to run in this directory."""
     profile = job.profile
     subject = job.real or subject_of_profile(f"pause of {shape}", profile, job.micro_batch_size)

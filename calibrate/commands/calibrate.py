@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from calibrate.commands.calibrate_peer import TOKEN_HELP
+from morph.cli.reading.help import offered
 from morph.cli.reading.options import JobArgument
 from morph.cli.reading.progress import Told, doing, progress
 
@@ -59,6 +60,7 @@ class RingName(StrEnum):
 
 
 def calibrate_command(
+    context: typer.Context,
     job: JobArgument,
     output: Annotated[
         Path | None,
@@ -131,16 +133,16 @@ def calibrate_command(
     busy = _busy_note()
     begun_s = time.monotonic()
 
-    def measure(told: Told) -> Profile:
+    def measure(advance: Told) -> Profile:
         from calibrate import add_node_type, add_zone_links, calibrate
         from calibrate.links.network import Carriers
 
         if known is not None and node_type is not None:
-            return add_node_type(known, job, node_type, num_samples=samples, device=device, progress=told)
+            return add_node_type(known, job, node_type, num_samples=samples, device=device, progress=advance)
         if known is not None and other_node is not None:
-            return add_zone_links(known, other_node, num_samples=samples, device=device, progress=told)
+            return add_zone_links(known, other_node, num_samples=samples, device=device, progress=advance)
         sizes = tuple(micro_batch) if micro_batch else None
-        found = calibrate(
+        measured = calibrate(
             job,
             micro_batch_sizes=sizes,
             num_samples=samples,
@@ -148,21 +150,21 @@ def calibrate_command(
             checkpoint_url=checkpoint_url,
             peer=other_node,
             carriers=Carriers(links.value, rings.value),
-            progress=told,
+            progress=advance,
             check=_check_job,
         )
-        return _with_commit_round(found, samples) if commit_round else found
+        return _with_commit(measured, offered(context, "commit round")(samples)) if commit_round else measured
 
     doing(f"loading PyTorch and {job}")
     from morph.preflight.checks import users_code
 
-    with progress() as told, users_code(job), places(_PLACES):
-        found = measure(told)
-    write_profile(found, path, as_read=known is not None)
+    with progress() as advance, users_code(job), places(_PLACES):
+        measured = measure(advance)
+    write_profile(measured, path, as_read=known is not None)
     for field in ("links", "rings") if known is None else ():
-        if field in found.sources:
-            print(f"warning: {field} were measured over {found.sources[field]}", file=sys.stderr)
-    _show(found, node_type)
+        if field in measured.sources:
+            print(f"warning: {field} were measured over {measured.sources[field]}", file=sys.stderr)
+    _show(measured, node_type)
     if busy is not None:
         print(busy, file=sys.stderr)
     print(f"measured in {time.monotonic() - begun_s:.0f} s; written: {path}")
@@ -173,13 +175,13 @@ calibrate_command.__doc__ = CALIBRATE_HELP
 
 def _check_job(subject: Subject) -> None:
     """Make the checks that a run makes, except those of the data, which was checked when the subject was loaded."""
-    from morph.machine_memory import available_bytes
+    from morph.machine import available_bytes
     from morph.preflight.checks import CutJob, Effort, check
 
     device, model = subject.device, subject.cut(subject.job.micro_batch_size or 1)
     effort = Effort(memory_bytes=available_bytes(device), device=device, leave_out=frozenset({"data"}))
-    found = check(CutJob(subject.job_path, subject.job, subject.loaded.exported, model), effort)
-    for line in (*found.warnings, found.comparison):
+    report = check(CutJob(subject.job_path, subject.job, subject.loaded.exported, model), effort)
+    for line in (*report.warnings, report.comparison):
         print(line, file=sys.stderr)
 
 
@@ -230,13 +232,11 @@ def _peer_address(peer: str | None, token_file: Path | None) -> PeerAddress | No
     return PeerAddress(host, port, find_token(token_file, os.environ.get(TOKEN_VARIABLE)))
 
 
-def _with_commit_round(profile: Profile, num_samples: int) -> Profile:
+def _with_commit(profile: Profile, samples_s: list[float]) -> Profile:
     from calibrate.timing.samples import timing
-    from manager.engine.on_processes.commit_round import measure_commit_round
 
-    commit = timing(measure_commit_round(num_samples))
     sources = {field: source for field, source in profile.sources.items() if field != "commit"}
-    return profile.model_copy(update={"commit": commit, "sources": sources})
+    return profile.model_copy(update={"commit": timing(samples_s), "sources": sources})
 
 
 def _show(profile: Profile, node_type: str | None) -> None:
@@ -248,7 +248,7 @@ def _show(profile: Profile, node_type: str | None) -> None:
     console.print(tables.section_table(shown))
     for line in tables.whole_model_lines(shown):
         console.print(line, highlight=False)
-    console.print(f"beside busy neighbours: {tables.contention_text(shown.contention)}", highlight=False)
+    console.print(f"times while others compute here: {tables.contention_text(shown.contention)}", highlight=False)
     if node_type is None:
         speed = profile.checkpoint_write_bytes_per_s / 1e6
         console.print(f"checkpoints: {speed:.0f} MB/s; {profile.environment.device}", highlight=False)

@@ -118,9 +118,9 @@ def estimate_command(
     from calibrate.estimating.estimate import estimate_profile
     from morph.preflight.checks import users_code
 
-    with progress() as told, users_code(job):
+    with progress() as advance, users_code(job):
         made = estimate_profile(
-            job, device, reached=reached, gbit_per_s=gbit_per_s, micro_batch_sizes=micro_batch, progress=told
+            job, device, reached=reached, gbit_per_s=gbit_per_s, micro_batch_sizes=micro_batch, progress=advance
         )
     write_profile(made, output)
     for line in (*tables.whole_model_lines(made), *estimates(made, device)):

@@ -66,10 +66,9 @@ def still_improves(seconds_per_sample: Sequence[float]) -> bool:
 
 @dataclass(frozen=True)
 class MeasuredSize:
-    """The measurements at one micro-batch size.
+    """The measurements at one micro-batch size, for which ``model`` is cut (with lengths, its longest bucket).
 
-    ``model`` is cut for this size; if lengths vary, for the longest bucket. ``sections``: by their kind's signature in
-    ``model``; times are means over micro-batches of all lengths, and memory is that of the longest.
+    ``sections``: by their kind's signature; times are means over all lengths, and memory is the longest's.
     """
 
     model: CutModel
@@ -113,11 +112,10 @@ def measure_compute(
     num_samples: int,
     progress: Progress,
 ) -> Compute:
-    """Measure sections, optimizer steps, and the slowdown by busy neighbours.
+    """Measure sections, optimizer steps, and the slowdown by busy ``neighbours``, which rest until then.
 
-    ``neighbours`` know the job and rest until their slowdown is measured; None: it is not measured. ``stop_early``:
-    stop at a size that gains nothing, or at the end of memory. ``progress`` gets shares from 0.2 to 0.5. Raises
-    JobError if the first size does not fit into memory, ClusterError or WaitTimeout if helper processes failed.
+    ``stop_early``: at a size that gains nothing, or at the end of memory. Raises JobError if the first size does not
+    fit into memory, ClusterError or WaitTimeout if helper processes failed.
     """
     if neighbours is not None:
         neighbours.wait()
@@ -186,19 +184,19 @@ def measure_size(job: Job, meter: Meter, model: CutModel, most: int) -> Measured
 def _mixed(
     model: CutModel, by_length: Mapping[int | None, Mapping[str, SectionMeasurement]], mix: Mapping[int | None, float]
 ) -> dict[str, SectionMeasurement]:
-    found: dict[str, SectionMeasurement] = {}
+    sections: dict[str, SectionMeasurement] = {}
     for section in one_of_each(model):
         parts = [
             (share, by_length[length][model.at(length).sections[section.index].signature])
             for length, share in mix.items()
         ]
-        found[section.signature] = by_length[model.length][section.signature].model_copy(
+        sections[section.signature] = by_length[model.length][section.signature].model_copy(
             update={
                 "forward": mean_of([(share, part.forward) for share, part in parts]),
                 "backward": mean_of([(share, part.backward) for share, part in parts]),
             }
         )
-    return found
+    return sections
 
 
 def fills_memory(measured: MeasuredSize, next_size: int, free_bytes: float) -> bool:

@@ -1,10 +1,7 @@
-"""Measures how much slower computing gets when several workers of a machine compute at once.
+"""Measures how much slower computing gets when several workers of a machine, which share caches, compute at once.
 
-Cores share caches, memory and clock; two of them may be threads of one core. So a stage beside busy neighbours takes
-longer than one alone, although it has a core of its own. The heaviest kind of section is timed in this process, in
-turns alone and while 1, 2, ... helpers run the same. The time is processor time, as for F and B, which the factor
-multiplies. On an idle machine this equals wall time; on a busy one, wall time would include the share of others, so
-that a factor of 1.3 is measured as anything from 1.0 to 2.4.
+The heaviest kind of section is timed in this process, in turns alone and while 1, 2, ... helpers run the same, in
+processor time: on a busy machine, wall time would include the share of others.
 """
 
 from __future__ import annotations
@@ -41,8 +38,7 @@ def busy_counts(num_cores: int, most: int = _MAX_BUSY) -> tuple[int, ...]:
 class Neighbours:
     """Helpers that load the job while this process prepares it, and compute on request.
 
-    ``crew``: processes of ``calibrate.computing.helper``, at least one fewer than there are cores.
-    ``num_cores``: those that this process may use; with one core there is nothing to measure.
+    ``crew``: at least one fewer than ``num_cores``; with one core there is nothing to measure.
     """
 
     def __init__(self, crew: Crew, num_cores: int) -> None:
@@ -94,10 +90,9 @@ def measure_contention(
 def factors(
     counts: Sequence[int], alone: Callable[[], float], together: Callable[[int], float]
 ) -> tuple[Contention, ...]:
-    """Measure the median ratio of time together to time alone, in rounds of one turn each, until it is known well
-    enough.
+    """Measure the median ratio of time together to time alone, in rounds, until it is known well enough.
 
-    ``alone`` and ``together``, for that many of ``counts`` at once, measure the time of a task in any one unit.
+    ``alone``, and ``together`` for that many of ``counts``, measure a task's time in any one unit.
     """
     ratios: dict[int, list[float]] = {count: [] for count in counts}
     for done in range(MAX_ROUNDS):

@@ -66,10 +66,10 @@ def _measure(subject: Subject, message: dict[str, Any]) -> dict[str, Any]:
     model = subject.cut(message["micro_batch_size"]).at(message["length"])
     sampling = Sampling(budget_s=message["budget_s"], most=message["most"])
     benches = subject.benches(model, message["signatures"])
-    found = measure_benches(benches, model.micro_batch_size, clock_of(subject.device), sampling)
+    measurements = measure_benches(benches, model.micro_batch_size, clock_of(subject.device), sampling)
     del benches
     give_back_memory(subject.device)
-    return {signature: measured.model_dump(mode="json") for signature, measured in found.items()}
+    return {signature: measured.model_dump(mode="json") for signature, measured in measurements.items()}
 
 
 def _keep_busy(bench: Bench, line: HelperPipe) -> None:

@@ -1,8 +1,4 @@
-"""Measures kinds of sections, one after the other in this process, or side by side on several devices.
-
-Varuna 4.3: kinds and micro-batch sizes are independent, so several GPUs measure them in parallel. The cores of a CPU
-slow each other (``calibrate.computing.contention``), so on a CPU nothing else runs while a section is measured.
-"""
+"""Measures kinds of sections, one after the other in this process, or (Varuna 4.3) side by side on several GPUs."""
 
 from __future__ import annotations
 
@@ -36,10 +32,7 @@ class Meter(Protocol):
 
 @contextmanager
 def meter_of(subject: Subject, devices: Sequence[torch.device]) -> Iterator[Meter]:
-    """Yield a meter for these devices; with several, each has a helper process, which is ended afterwards.
-
-    Raises ClusterError or WaitTimeout if a helper did not come up.
-    """
+    """Yield a meter for these devices; with several, each has a helper. Raises ClusterError or WaitTimeout."""
     if len(devices) < 2:
         yield InThisProcess(subject)
         return

@@ -13,11 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 
 def peak_bytes(work: Callable[[], object], device: torch.device) -> int:
-    """Run ``work`` once and return its peak.
-
-    On CUDA, this is the most that the allocator handed out. On a CPU, it is the most bytes of live tensors; memory that
-    a kernel takes for itself while it runs is not counted.
-    """
+    """Run ``work`` once and return the most bytes allocated on CUDA, or of live tensors on a CPU."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.reset_peak_memory_stats(device)

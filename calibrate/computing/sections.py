@@ -1,7 +1,4 @@
-"""Measures F_i(m) and B_i(m), and a section's memory, for one section of each kind.
-
-The kinds take turns, so that caches are as cold as in a stage that runs several sections.
-"""
+"""Measures F_i(m), B_i(m) and memory of one section of each kind; in turns, so that caches are cold."""
 
 from __future__ import annotations
 
@@ -54,11 +51,7 @@ def measure_benches(
 
 
 def _counted(bench: Bench) -> Bench:
-    """Return the bench whose memory is counted: on a CPU, where tensors are counted by operation, the uncompiled
-    section.
-
-    Compiled code makes its tensors without operations, and takes less memory, because it fuses them.
-    """
+    """Return the bench whose memory is counted: on a CPU the uncompiled section, whose operations show its tensors."""
     if bench.device.type == "cuda" or bench.section.finish is None:
         return bench
     return replace(bench, section=replace(bench.section, finish=None, _on_device={}))

@@ -47,10 +47,7 @@ class Subject:
 
 
 def load_subject(job_path: str, device: torch.device, num_sections: int | None = None) -> Subject:
-    """Load a job, which is exported when it is first cut, and set torch to the kernels that workers use.
-
-    ``num_sections``: K; None: the job's. Raises JobError if the job cannot be measured.
-    """
+    """Load a job, and set torch to the kernels that workers use. Raises JobError if it cannot be measured."""
     prepare_cublas()
     use_device(device)
     check_kernels(device, "device")

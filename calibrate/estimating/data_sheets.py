@@ -160,7 +160,7 @@ class Reached:
     def parse(cls, text: str | None) -> Reached:
         """Read ``compute=0.7,memory=0.8``; None: the defaults."""
         names = [field.name for field in fields(cls)]
-        found = cls()
+        shares = cls()
         for part in text.split(",") if text else ():
             name, _, number = part.strip().partition("=")
             try:
@@ -170,8 +170,8 @@ class Reached:
             if not 0 < value <= 1:
                 allowed = f"{', '.join(f'{known}=SHARE' for known in names)}, each above 0 and at most 1"
                 raise ConfigError("is not a share that is reached", field="--reach", value=part, allowed=allowed)
-            found = replace(found, **{name: value})
-        return found
+            shares = replace(shares, **{name: value})
+        return shares
 
     def __str__(self) -> str:
         """Return the shares as a reader sees them."""
@@ -181,8 +181,8 @@ class Reached:
 
 def sheet_of(name: str) -> DataSheet:
     """Return the data sheet of a type of GPU; ConfigError: there is none."""
-    found = DATA_SHEETS.get(name.lower())
-    if found is None:
+    sheet = DATA_SHEETS.get(name.lower())
+    if sheet is None:
         allowed = ", ".join(sorted(DATA_SHEETS))
         raise ConfigError("has no data sheet", field="--device", value=name, allowed=allowed)
-    return found
+    return sheet

@@ -1,7 +1,4 @@
-"""Makes a job's profile from data sheets: sections run on tensors without contents, and their operations are counted.
-
-Sections, units and memory are found as in calibration, with the same code; only the times are computed.
-"""
+"""Makes a job's profile from data sheets: as in calibration, but operations are counted, and times computed."""
 
 from __future__ import annotations
 
@@ -63,12 +60,9 @@ def estimate_profile(
 ) -> Profile:
     """Estimate a job's profile; no GPU is needed, and no weights are read.
 
-    ``devices``: names of data sheets; the first is the profile's own type, the others are further types of node.
-    ``gbit_per_s``: bandwidth between nodes of each GPU; None: that of the data sheets. ``micro_batch_sizes``: as in
-    ``calibrate``, for the first device.
-
-    Raises ConfigError if a device has no data sheet or the bandwidth is out of range; JobError or ExportError if the
-    job cannot be cut, reads values of tensors, or a device lacks its precision.
+    ``devices``: of data sheets; the first is the profile's own type, others are further types of node. ``gbit_per_s``:
+    between nodes, of each GPU. Raises ConfigError for an unknown device or a bandwidth out of range; JobError or
+    ExportError if the job cannot be cut, reads values of tensors, or a device lacks its precision.
     """
     progress = progress or silent
     sheets = {name: sheet_of(name) for name in devices}
@@ -81,18 +75,18 @@ def estimate_profile(
         job, counts = subject.job, _Counts(subject)
         own, *others = (_Timed(sheet, reached, counts) for sheet in sheets.values())
         sizes, stop_early = sizes_of(job, micro_batch_sizes)
-        found = measure_sizes(
+        measured = measure_sizes(
             subject, own, sizes, free_bytes=own.free_bytes, stop_early=stop_early, most=1, progress=progress
         )
         progress("counting the optimizer's operations", 0.5)
         profile = assemble_profile(
-            job, own.environment(), own.compute(job, found), MeasuredLinks(own.network()), own.disk()
+            job, own.environment(), own.compute(job, measured), MeasuredLinks(own.network()), own.disk()
         )
         types = tuple(
-            assemble_node_type(name, one.environment(), one.compute(job, found)).model_copy(
-                update={"intra_node": one.network().link, "inter_node": one.between_nodes()}
+            assemble_node_type(name, estimate.environment(), estimate.compute(job, measured)).model_copy(
+                update={"intra_node": estimate.network().link, "inter_node": estimate.between_nodes()}
             )
-            for name, one in zip(tuple(sheets)[1:], others, strict=True)
+            for name, estimate in zip(tuple(sheets)[1:], others, strict=True)
         )
     progress("done", 1.0)
     update = {"node_types": types, "inter_node": own.between_nodes(), "sources": _sources(reached)}

@@ -1,8 +1,7 @@
 """Counts the operations and bytes of work that is run on tensors without contents, and times them by a data sheet.
 
-An operation takes as long as its arithmetic or its memory traffic at the device's speed, whichever is longer (Williams
-et al. 2009, "Roofline"), and at least as long as its launch. Sections run one operation after the other, so their times
-add up. Operands and results are read or written once, whatever the caches hold.
+An operation takes as long as its arithmetic or its memory traffic (each operand once), whichever is longer (Williams et
+al. 2009, "Roofline"), and at least as long as its launch; times add up.
 """
 
 from __future__ import annotations
@@ -74,15 +73,15 @@ class Counting(TorchDispatchMode):  # type: ignore[no-untyped-call] # torch ship
     ) -> Any:
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
-        given = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        made = [one for one in tree_leaves(result) if isinstance(one, Tensor)]
+        given = [tensor for tensor in tree_leaves((args, kwargs)) if isinstance(tensor, Tensor)]
+        made = [tensor for tensor in tree_leaves(result) if isinstance(tensor, Tensor)]
         if not (_only_views(func, given, made) or func.overloadpacket in _FREE):
             formula: Any = _FORMULAS.get(func._schema.name) or flop_registry.get(func.overloadpacket)
             num_flops = 0 if formula is None else int(formula(*args, **kwargs, out_val=result))
             read = [] if func.overloadpacket in _READS_ROWS else given
             rows = made if func.overloadpacket in _READS_ROWS else []
             num_bytes = _num_bytes(read) + _num_bytes(rows) + _num_bytes(made)
-            dtype = next((_type_of(one) for one in given if one.is_floating_point()), "") if num_flops else ""
+            dtype = next((_type_of(tensor) for tensor in given if tensor.is_floating_point()), "") if num_flops else ""
             self.operations.append(Operation(num_bytes, num_flops, dtype))
         return result
 
@@ -106,13 +105,13 @@ def counted() -> Iterator[list[Operation]]:
 
 
 def _only_views(func: Any, given: list[Tensor], made: list[Tensor]) -> bool:
-    known = {one.untyped_storage()._cdata for one in given}
-    return not func._schema.is_mutable and all(one.untyped_storage()._cdata in known for one in made)
+    known = {tensor.untyped_storage()._cdata for tensor in given}
+    return not func._schema.is_mutable and all(tensor.untyped_storage()._cdata in known for tensor in made)
 
 
 def _num_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors; an expanded one has those of its storage."""
-    return sum(min(one.numel() * one.element_size(), one.untyped_storage().nbytes()) for one in tensors)
+    return sum(min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes()) for tensor in tensors)
 
 
 def _type_of(tensor: Tensor) -> str:

@@ -1,8 +1,7 @@
 """Helper processes for measuring: they receive messages as JSON lines, and are ended whatever happens.
 
-One process imports their modules once, and forks them (``calibrate.helpers.helper_end``): importing torch takes longer
-than most of their measurements. A helper's standard input shows that this process lives: when it closes, because this
-process is done or was killed, the helper ends itself. Nothing is written to disk.
+One process imports their modules once, and forks them (``calibrate.helpers.helper_end``). When a helper's standard
+input closes, because this process is done or was killed, it ends itself.
 """
 
 from __future__ import annotations
@@ -64,11 +63,8 @@ class Crew:
             self._lines[number].write(json.dumps(message).encode() + b"\n")
 
     def gather(self, numbers: Iterable[int], what: str, timeout_s: float) -> dict[int, dict[str, Any]]:
-        """Block until each of these helpers has answered once, and return the answers.
-
-        Raises ClusterError if a helper failed, with its last output, and WaitTimeout, which says ``what`` was awaited.
-        """
-        missing, found = set(numbers), {}
+        """Block until each helper has answered once, and return the answers. Raises ClusterError or WaitTimeout."""
+        missing, answers = set(numbers), {}
         end_s = time.monotonic() + timeout_s
         while missing:
             try:
@@ -78,16 +74,16 @@ class Crew:
             if answer is None:
                 raise ClusterError(f"{self._purpose} failed in process {number}: {self._last_words(number)}")
             missing.discard(number)
-            found[number] = answer
-        return found
+            answers[number] = answer
+        return answers
 
     def _start(self, module: str, size: int) -> subprocess.Popen[bytes]:
         with contextlib.ExitStack() as theirs:
             pipes = [self._open(number, theirs) for number in range(size)]
-            told = {"pipes": pipes, "environment": {name: os.environ.get(name) for name in _ONE_THREAD}}
+            orders = {"pipes": pipes, "environment": {name: os.environ.get(name) for name in _ONE_THREAD}}
             # a session of its own: Ctrl-C reaches this process only, which then ends the helpers
             return subprocess.Popen(
-                [sys.executable, "-m", module, json.dumps(told)],
+                [sys.executable, "-m", module, json.dumps(orders)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -98,17 +94,17 @@ class Crew:
 
     def _open(self, number: int, theirs: contextlib.ExitStack) -> list[int]:
         """Make a helper's standard streams; return the helper's ends, which are closed together with ``theirs``."""
-        (told, line), (answers, answer), (words, word) = (os.pipe() for _ in range(3))
+        (messages, line), (answers, answer), (words, word) = (os.pipe() for _ in range(3))
         self._lines.append(os.fdopen(line, "wb", buffering=0))
-        for descriptor in (told, answer, word):
+        for descriptor in (messages, answer, word):
             theirs.callback(os.close, descriptor)
         self._said.append(deque(maxlen=_KEPT_LINES))
         listener = self._thread(_listen, os.fdopen(words, "rb"), self._said[number])
         self._thread(self._read, number, os.fdopen(answers, "rb"), listener)
-        return [told, answer, word]
+        return [messages, answer, word]
 
-    def _thread(self, target: Callable[..., None], *told: Any) -> threading.Thread:
-        thread = threading.Thread(target=target, args=told, daemon=True)
+    def _thread(self, target: Callable[..., None], *arguments: Any) -> threading.Thread:
+        thread = threading.Thread(target=target, args=arguments, daemon=True)
         thread.start()
         self._readers.append(thread)
         return thread

@@ -15,10 +15,9 @@ from typing import Any, NoReturn
 
 
 class HelperPipe:
-    """Messages come in on standard input, answers go out on what was standard output.
+    """Messages from standard input, answers to what was standard output; other output goes to standard error.
 
-    Other output of the helper, including that of the user's job, goes to standard error. When the other end closes,
-    this process ends at once, whatever its other threads wait for.
+    When the other end closes, this process ends at once, whatever its other threads wait for.
     """
 
     def __init__(self) -> None:
@@ -51,22 +50,18 @@ class HelperPipe:
 
 
 def serve(work: Callable[[HelperPipe], None]) -> NoReturn:
-    """Fork the helpers and end them with the other end; each runs ``work`` and waits for its messages. Ends the
-    process.
-
-    From now on garbage is collected, but not among imported objects.
-    """
+    """Fork the helpers, each of which runs ``work`` and waits for its messages; ends the process with them."""
     gc.freeze()
     gc.enable()
-    told = json.loads(sys.argv[1])
+    orders = json.loads(sys.argv[1])
     helpers: list[int] = []
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # until the helpers to end are known
     try:
-        for pipe in told["pipes"]:
+        for pipe in orders["pipes"]:
             if not (pid := os.fork()):
-                _help(work, pipe, told)
+                _help(work, pipe, orders)
             helpers.append(pid)
-        _close(told["pipes"])
+        _close(orders["pipes"])
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         os.read(0, 1)
@@ -81,14 +76,14 @@ def serve(work: Callable[[HelperPipe], None]) -> NoReturn:
         os._exit(1)
 
 
-def _help(work: Callable[[HelperPipe], None], own: list[int], told: Mapping[str, Any]) -> NoReturn:
+def _help(work: Callable[[HelperPipe], None], own: list[int], orders: Mapping[str, Any]) -> NoReturn:
     try:
         os.setsid()
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
         for number, descriptor in enumerate(own):
             os.dup2(descriptor, number)
-        _close(told["pipes"])
-        for name, value in told["environment"].items():
+        _close(orders["pipes"])
+        for name, value in orders["environment"].items():
             os.environ.pop(name, None)
             if value is not None:
                 os.environ[name] = value

@@ -1,7 +1,4 @@
-"""A connection over TLS between two nodes that share a secret, which itself never travels (``morph/link``).
-
-Messages are JSON: descriptions of measurements, and time stamps.
-"""
+"""A connection over TLS for JSON between two nodes that share a secret, which itself never travels (``morph/link``)."""
 
 from __future__ import annotations
 
@@ -55,9 +52,7 @@ class ProvenConnection:
             raise ClusterError(f"the other node is gone: {error.strerror or error}") from error
 
     def receive(self, what: str, timeout_s: float) -> dict[str, Any]:
-        """Block for the next message. Raises ClusterError if the other node is gone or did not send it, and
-        WaitTimeout, which says ``what`` was awaited.
-        """
+        """Block for the next message. Raises ClusterError or WaitTimeout, which says ``what`` was awaited."""
         try:
             return self._link.hear(timeout_s)
         except TimeoutError as error:
@@ -67,11 +62,7 @@ class ProvenConnection:
 
 
 def call(host: str, port: int, token: str) -> ProvenConnection:
-    """Connect to the node that listens.
-
-    Raises ConfigError if it has another secret, ClusterError if it cannot be reached or another program listens there,
-    and WaitTimeout if it does not answer.
-    """
+    """Connect to the node that listens. Raises ConfigError if it has another secret, ClusterError, WaitTimeout."""
     what = f"the peer at {host}:{port}"
     try:
         connection = socket.create_connection((host, port), timeout=HANDSHAKE_TIMEOUT_S)
@@ -96,10 +87,7 @@ def call(host: str, port: int, token: str) -> ProvenConnection:
 
 
 def answer(connection: socket.socket, token: str) -> ProvenConnection:
-    """Let in a node that called, if it knows the secret; otherwise close the connection.
-
-    Raises ClusterError if the caller does not know the secret or is gone, and WaitTimeout if it sends nothing.
-    """
+    """Let in a node that knows the secret. Raises ClusterError for another, and WaitTimeout if it sends nothing."""
     proven = link.LinkSession(connection, Wire(credential_of(token), listens=True))
     try:
         with ExitStack() as failing:

@@ -15,10 +15,9 @@ _MAX_BYTES = 4096
 
 
 def find_token(path: Path | None, from_environment: str | None, *, make: bool = False) -> str:
-    """Return the secret from a file, or else from the environment.
+    """Return the secret from a file for this user alone (``make``: a new one), or else the environment.
 
-    No other user may read the file at ``path``; None: ask the environment (``MORPH_PEER_TOKEN``). ``make``: write a new
-    secret if there is no such file. Raises ConfigError if there is no secret, others can read it, or it is too short.
+    Raises ConfigError if there is no secret, others can read it, or it is too short.
     """
     if path is None:
         if not from_environment:

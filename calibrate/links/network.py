@@ -44,13 +44,11 @@ class Carriers:
 
 @dataclass(frozen=True)
 class NetworkSpec:
-    """A description of the measurements.
+    """A description of the measurements: messages (bytes) go in both directions, on ``devices`` in turns.
 
-    Messages of each of ``message_sizes`` (bytes) go in both directions, and begin and end on ``devices`` in turns, on
-    which stages compute. Without ``reduced_sizes`` (bytes) there are only messages; else each ring of D = 2 or more
-    members has ``in_flight`` all-reduces at once, over rings of their own between the same processes. ``element``, the
-    summed type: ``int64`` or ``float32``. ``links`` and ``rings`` as in ``vms``; messages are staged if ipc is
-    impossible, gloo reduces if NCCL is. ``most`` samples of each time are taken, none of a size after ``budget_s``.
+    With ``reduced_sizes`` (bytes), each ring of two or more members also has ``in_flight`` all-reduces of ``element``
+    at once. ``links`` and ``rings`` as in ``vms``; messages are staged if ipc is impossible, gloo reduces if NCCL is.
+    ``most`` samples of each time are taken, none of a size after ``budget_s``.
     """
 
     message_sizes: tuple[int, ...]
@@ -65,10 +63,7 @@ class NetworkSpec:
     budget_s: float = 0.25
 
     def reductions(self) -> tuple[tuple[int, int, int], ...]:
-        """Ring sizes, bytes and numbers in flight of all-reduces, in order.
-
-        Several at once are measured over the smallest and the largest ring: plans interpolate between these.
-        """
+        """Ring sizes, bytes and numbers in flight of all-reduces: several at once on the smallest and largest ring."""
         ends = (min(self.ring_sizes), max(self.ring_sizes)) if self.ring_sizes else ()
         return tuple(
             (ring, size, count)
@@ -90,19 +85,15 @@ def growing_in_flight(num_slots: int) -> tuple[int, ...]:
 
 
 def measure_network(spec: NetworkSpec, helpers: Crew | None = None) -> NetworkMeasurement:
-    """Let processes make the measurements.
-
-    ``helpers``: at least ``num_peers`` processes of ``calibrate.computing.helper``, which measure nothing afterwards.
-    None: such processes are started, and always ended. Errors as of ``Crew.gather``, after ``WAIT_S``.
-    """
+    """Let processes measure: ``helpers`` (at least ``num_peers``); None: some that are started and always ended."""
     store = StoreHost(_HOST)
     ranks = range(num_peers(spec))
     with Crew("calibrate.links.peer", len(ranks), PURPOSE) if helpers is None else nullcontext(helpers) as crew:
         place = MeetingPoint(store_host=_HOST, store_port=store.port(), listen=_HOST, two_nodes=False)
         for rank in ranks:
             crew.send(rank, peer_message(spec, place, rank))
-        found = crew.gather(ranks, "the processes that measure the network", WAIT_S)
-    return measurement(spec, [found[rank] for rank in ranks])
+        answers = crew.gather(ranks, "the processes that measure the network", WAIT_S)
+    return measurement(spec, [answers[rank] for rank in ranks])
 
 
 def num_peers(spec: NetworkSpec) -> int:
@@ -136,10 +127,7 @@ def peer_message(spec: NetworkSpec, place: MeetingPoint, rank: int) -> dict[str,
 
 
 def measurement(spec: NetworkSpec, results: Sequence[Mapping[str, Any]]) -> NetworkMeasurement:
-    """Combine the answers of the processes, by rank, on one clock.
-
-    Only reductions of one kind are used: NCCL's if there are any, which a device makes one after the other.
-    """
+    """Combine the answers of the processes, by rank, on one clock, with reductions of one kind: NCCL's, if any."""
     kinds = [result["devices"] for result in results]
     over_nccl = [ring for ring in spec.ring_sizes if ring in kinds[0]["nccl"]]
     staged = kinds[0]["staged"] + kinds[1]["staged"]

@@ -1,8 +1,6 @@
-"""One of the processes between which messages and reductions are measured: ``python -m calibrate.links.peer``.
+"""One of the processes between which messages and reductions are measured (``python -m calibrate.links.peer``).
 
-It receives a description of the measurements (``links.network``) and answers with time stamps. These are from
-``time.monotonic_ns``, one clock for all processes of a machine. The clocks of two machines are compared again and again
-meanwhile (``calibrate.links.two_nodes``).
+Its answers are time stamps of ``time.monotonic_ns``; two machines' clocks are compared meanwhile.
 """
 
 from __future__ import annotations
@@ -141,11 +139,7 @@ class Peer:
         return communicators(setting, self._device, specs, self._name, self._interrupt, self._open_store)
 
     def _reductions(self, votes_over: Ring, rings: Sequence[Ring], size: int) -> Spans:
-        """Reduce sums of this many bytes over each ring at once, after a barrier; return (start, end) of each sample.
-
-        They are reduced as in a worker. The barrier counts the members that want another sample, so that all stop
-        together.
-        """
+        """Reduce sums over each ring at once, after a barrier that counts who wants more; return (start, end)."""
         accumulators = [self._accumulator(size // self._element.itemsize) for _ in rings]
         votes = torch.zeros(1, dtype=torch.int64)
         spans: Spans = []
@@ -211,8 +205,7 @@ class _Messages:
     def measure(self, sampling: Sampling) -> tuple[Stamps, Stamps]:
         """Return stamps of the messages down and up: of sending on the sender, of receipt on the receiver.
 
-        Messages go in batches, whose receives are posted ahead, as in a stage; with the last message of a batch the
-        sender says how many the next one has, or 0 to end.
+        The last message of a batch says how many the next one has, or 0 to end.
         """
         begun_s = time.perf_counter()
 
@@ -264,9 +257,9 @@ class _Messages:
         return arrived
 
 
-def measure(told: Mapping[str, Any]) -> dict[str, Any]:
+def measure(order: Mapping[str, Any]) -> dict[str, Any]:
     """Do what ``peer_message`` says."""
-    spec = PeerSpec(told["rank"], told["device"], MeetingPoint(**told["place"]), NetworkSpec(**told["network"]))
+    spec = PeerSpec(order["rank"], order["device"], MeetingPoint(**order["place"]), NetworkSpec(**order["network"]))
     return Peer(spec).run()
 
 

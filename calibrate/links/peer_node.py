@@ -1,8 +1,4 @@
-"""``morph calibrate-peer``: lends this node to a calibration on another node, to measure the link between the two.
-
-A caller that knows the secret can have messages and all-reduces of bounded size measured here, and nothing else. Other
-callers are turned away, and the node waits for the next one.
-"""
+"""``morph calibrate-peer``: lends this node to a calibration by a caller that knows the secret, for nothing else."""
 
 from __future__ import annotations
 
@@ -81,11 +77,7 @@ class PeerNode:
         self._listener.close()
 
     def serve(self, wait_s: float) -> None:
-        """Serve one node at a time, turning other callers away, until the link to a node that knows the secret was
-        measured.
-
-        Raises WaitTimeout if no node came within ``wait_s``, or none finished.
-        """
+        """Serve one node at a time, until a link was measured. Raises WaitTimeout if none finished in ``wait_s``."""
         end_s = time.monotonic() + wait_s
         while (left_s := end_s - time.monotonic()) > 0:
             try:
@@ -147,5 +139,5 @@ def _measure(proven: ProvenConnection, message: dict[str, Any]) -> dict[str, Any
         for number, rank in enumerate(own):
             device = spec.devices[number % len(spec.devices)]
             crew.send(number, {**peer_message(spec, place, rank), "device": device})
-        found = crew.gather(range(len(own)), "the processes that measure the link to the other node", WAIT_S)
-    return {str(rank): found[number] for number, rank in enumerate(own)}
+        answers = crew.gather(range(len(own)), "the processes that measure the link to the other node", WAIT_S)
+    return {str(rank): answers[number] for number, rank in enumerate(own)}

@@ -1,12 +1,9 @@
 """Measures the links between this node and another one, which runs ``morph calibrate-peer`` (``peer_node``).
 
-The processes with even ranks run here, those with odd ranks there. A ring of D of them crosses from node to node once
-and back once, so each direction of the link carries what one member of D nodes would send.
-
-Time stamps of the two machines are converted to one clock. Short messages go forth and back between two processes again
-and again. The quickest of each direction took ``d + offset`` and ``d - offset`` by the two clocks, so half of their
-difference is the offset. Its error is at most half of the difference between the two directions' true times. Between
-two such comparisons, clocks are assumed to drift evenly.
+The processes with even ranks run here, those with odd ranks there, so each direction of the link carries what one
+member of D nodes would send. Clocks are compared by short messages back and forth: the quickest took ``d + offset`` and
+``d - offset``, so half of their difference is the offset, with an error of at most half of the difference between the
+directions. Between two comparisons, clocks are assumed to drift evenly.
 """
 
 from __future__ import annotations
@@ -126,13 +123,13 @@ class OtherNode:
             for number, rank in enumerate(own):
                 crew.send(number, {**peer_message(spec, place, rank), "device": _device(spec.devices, number)})
             try:
-                found = crew.gather(range(len(own)), "the processes that measure the link to the other node", WAIT_S)
+                answers = crew.gather(range(len(own)), "the processes that measure the link to the other node", WAIT_S)
             except (ClusterError, WaitTimeout) as error:
                 raise self._both_sides(error) from error
         answer = proven.receive(f"{self._what} to send what it measured", _LAST_WORDS_S * 6)
         if "failed" in answer:
             raise ClusterError(f"{self._what}: {answer['failed']}")
-        results = {rank: found[number] for number, rank in enumerate(own)}
+        results = {rank: answers[number] for number, rank in enumerate(own)}
         results |= {rank: answer["results"][str(rank)] for rank in others}
         return measurement(spec, on_one_clock([results[rank] for rank in ranks]))
 

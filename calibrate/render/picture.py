@@ -20,10 +20,7 @@ _MAX_KINDS = len(LINES)
 
 
 def draw_profile(profile: Profile, path: Path) -> None:
-    """Write a PNG with four plots. Lines are medians, bands the middle 90 % of the samples if these were kept.
-
-    Raises ProfileError if the file cannot be written; the error names it.
-    """
+    """Write a PNG: medians as lines, the middle 90 % of samples as bands. Raises ProfileError, naming the file."""
     with picture(path, ProfileError, (14, 9.5), nrows=2, ncols=2) as (figure, ((forward, backward), (links, reduces))):
         _draw_compute(forward, profile, "forward, F(m)/m", lambda section: section.forward)
         _draw_compute(backward, profile, "backward, B(m)/m", lambda section: section.backward)

@@ -33,8 +33,8 @@ def kinds_of(profile: Profile) -> list[list[SectionProfile]]:
     return groups
 
 
-def _alike(one: SectionProfile, other: SectionProfile) -> bool:
-    return (one.forward, one.backward, one.output_bytes_per_sample) == (
+def _alike(section: SectionProfile, other: SectionProfile) -> bool:
+    return (section.forward, section.backward, section.output_bytes_per_sample) == (
         other.forward,
         other.backward,
         other.output_bytes_per_sample,
@@ -64,13 +64,13 @@ def section_table(profile: Profile) -> Table:
             times = (spread_text(forward), spread_text(first.backward[m]), time_text(forward.median_s / m))
             rows.append([*facts, m, *times, "-" if peak is None else size_text(peak)])
             facts = ["", "", "", ""]
-    columns = ("sections", "begins in", "parameters", "bytes out", "m", "F(m)", "B(m)", "F(m)/m", "peak")
+    columns = ("sections", "begins in", "parameters", "bytes out", "m", "forward", "backward", "forward/m", "peak")
     return table(f"{profile.job.name}: {profile.num_sections} sections", columns, rows, left=2)
 
 
 def whole_model_lines(profile: Profile) -> list[str]:
-    """Return lines with F(m)/m and B(m)/m of the whole model, and with its tied weights."""
-    lines = []
+    """Return lines that explain the table, with a sample's times in the whole model, and with its tied weights."""
+    lines = ["m: samples in a micro-batch; bytes out: sent to the next section for each sample; peak: memory"]
     for m in profile.micro_batch_sizes:
         forward_s, backward_s = _whole_s(profile, m)
         lines.append(f"m={m}: forward {time_text(forward_s / m)}, backward {time_text(backward_s / m)} per sample")
@@ -91,7 +91,7 @@ def contention_text(entries: Sequence[Contention]) -> str:
     """Return how much slower a task is while others run on the same machine."""
     if not entries:
         return "not measured, or none"
-    return ", ".join(f"{entry.num_busy} at once: x{entry.factor:.2f}" for entry in entries)
+    return ", ".join(f"x{entry.factor:.2f} with {entry.num_busy} at once" for entry in entries)
 
 
 def fact_table(profile: Profile) -> Table:
@@ -114,7 +114,7 @@ def fact_table(profile: Profile) -> Table:
         else f"{place.device_memory_bytes / 2**30:.4g} GiB",
         "with": f"Python {place.python}, torch {place.torch}, {place.platform}",
         "at": place.created,
-        "slower beside busy neighbours": contention_text(profile.contention),
+        "times while others compute here": contention_text(profile.contention),
         "commit": spread_text(profile.commit),
         "optimizer, all sections": time_text(sum(section.optimizer_step.median_s for section in profile.sections)),
         "parameters and optimizer state": size_text(
@@ -165,7 +165,7 @@ def node_type_table(profile: Profile) -> Table:
         for m in profile.micro_batch_sizes:
             rows.append([*facts, m, *map(time_text, _whole_s(there, m))])
             facts = ["", "", "", ""]
-    columns = ("type", "device", "links", "beside busy neighbours", "m", "forward", "backward")
+    columns = ("type", "device", "links", "beside others", "m", "forward", "backward")
     return table("node types", columns, rows, left=4)
 
 

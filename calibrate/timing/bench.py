@@ -66,10 +66,7 @@ def make_bench(
     device: torch.device,
     sums: Sums | None = None,
 ) -> Bench:
-    """Set a section up with random border tensors, a real batch, and copies of its initial parameters.
-
-    ``sums`` receive the gradients; None: those of the job.
-    """
+    """Set a section up with random border tensors, a real batch, and initial parameters; ``sums`` get gradients."""
     generator = torch.Generator().manual_seed(section.index)
     parameters = {name: initial[name].detach().to(device, copy=True).requires_grad_() for name in section.parameters}
     buffers = {name: initial[name].detach().to(device, copy=True) for name in section.buffers}

@@ -1,8 +1,7 @@
 """The clocks of measurements: a thread's processor time on a CPU, events on a CUDA stream.
 
-On a CPU, time in which another process has the core does not count. So a sample is the time of the work on a core of
-its own, with that core's effects: caches, clock, page faults, interrupts. On a GPU, which a worker has for itself, an
-event's time is that of the stream; work on the host between two events counts, as it does in training.
+On a CPU, time in which another process has the core does not count. On a GPU, which a worker has for itself, work on
+the host between two events counts, as it does in training.
 """
 
 from __future__ import annotations
@@ -68,11 +67,7 @@ def clock_of(device: torch.device) -> Clock:
 
 
 def devices_of(kind: str) -> tuple[torch.device, ...]:
-    """Return the devices of a kind on which kinds of sections are measured side by side.
-
-    The cores of a CPU share caches and memory, so they count as one device: measuring side by side would distort the
-    times. Raises ConfigError if this machine has no such device.
-    """
+    """Return the devices of a kind that measure side by side; the cores of a CPU share caches, so count as one."""
     if kind == "cuda":
         usable_device(kind, field="device")
         return tuple(torch.device("cuda", index) for index in range(torch.cuda.device_count()))

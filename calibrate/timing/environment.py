@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 from datetime import UTC, datetime
 from pathlib import Path
@@ -10,7 +9,7 @@ from pathlib import Path
 import torch
 
 from morph.contract.profile import Environment
-from morph.machine_memory import machine_memory_bytes
+from morph.machine import machine_memory_bytes, num_cores
 
 CONTEXT_BYTES = 768 << 20
 """Part of a CUDA device's memory: its context with torch's kernels and cuBLAS workspaces. Assumed, not measured."""
@@ -49,13 +48,6 @@ def device_memory_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.get_device_properties(device).total_memory)
     return machine_memory_bytes() // num_cores()
-
-
-def num_cores() -> int:
-    """Return the number of cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _processor() -> str:

@@ -50,10 +50,7 @@ def sum_of(parts: Sequence[Timing]) -> Timing:
 
 
 def mean_of(parts: Sequence[tuple[float, Timing]]) -> Timing:
-    """Summarise alternatives, each weighted by its share: the mean of their medians, and the mean of their spreads.
-
-    The difference between the alternatives is not a spread of either, so it is not counted.
-    """
+    """Summarise alternatives, each weighted by its share: the mean of their medians, and that of their spreads."""
     if len(parts) == 1:
         return parts[0][1]
 
@@ -83,8 +80,7 @@ def _rounded(seconds: float) -> float:
 def is_stable(measured: Sequence[Sequence[float]], within: float = STABLE_WITHIN) -> bool:
     """Return whether the error of the sum of medians is at most ``within`` times that sum.
 
-    A median's error is the half width of its 95 % confidence interval, from order statistics; errors add in quadrature,
-    as those of independent measurements do.
+    A median's error is half its 95 % confidence interval, from order statistics; errors add in quadrature.
     """
     return math.hypot(*map(_half_width, measured)) <= within * sum(map(median, measured))
 
@@ -100,9 +96,8 @@ def _half_width(samples: Sequence[float]) -> float:
 class Sampling:
     """Decides how often something is measured: until the median is stable, within bounds.
 
-    No sample begins after ``budget_s``, once there are ``least``. From ``enough`` samples on, a stable median is
-    enough; with fewer samples, the spread is not known. ``within``: the largest error of the sum of the medians, as a
-    share of it.
+    From ``enough`` samples on, a stable median (``within``, a share) is enough; from ``least`` on, ``budget_s`` ends
+    it.
     """
 
     budget_s: float

@@ -15,7 +15,7 @@ from calibrate.helpers.crew import Crew
 from calibrate.links.network import Carriers, NetworkSpec, growing_in_flight, growing_rings, measure_network
 from calibrate.links.two_nodes import OtherNode, PeerAddress
 from calibrate.timing.clocks import devices_of
-from calibrate.timing.environment import describe_environment, num_cores
+from calibrate.timing.environment import describe_environment
 from calibrate.writing.assemble import MeasuredLinks, accumulator_bytes, assemble_profile, parameter_bytes, state_bytes
 from calibrate.writing.storage import (
     StorageSpeeds,
@@ -27,6 +27,7 @@ from calibrate.writing.storage import (
 from morph.contract.profile import Profile
 from morph.jobs.files import imported_once
 from morph.jobs.job import Job
+from morph.machine import num_cores
 from morph.runtime.step.kernels import kernels_now, set_kernels
 
 MAX_SAMPLES = 100
@@ -48,21 +49,14 @@ def calibrate(
 ) -> Profile:
     """Measure a job on this machine; nothing depends on the number of GPUs that the job will get.
 
-    Args:
-        micro_batch_sizes: Sizes m to measure. None: the job's own m if it is fixed, else 1, 2, 4, ... until F(m)/m
-            improves by less than 3 % or one section of the next size would fill half of the free memory.
-        num_samples: The largest number of samples of each time, at least 5; fewer are taken once the median is stable.
-        device: ``cpu`` (one thread) or ``cuda``.
-        checkpoint_url: An fsspec URL to which uploads are measured; written files are removed.
-        peer: Another node, on which ``morph calibrate-peer`` listens, to which links are measured. None: links between
-            nodes repeat those within this one.
-        check: Called with the exported job before anything is measured; it may refuse the job.
+    ``micro_batch_sizes``: None: the job's own m if it is fixed, else 1, 2, 4, ... until F(m)/m improves by less than 3
+    % or one section of the next size would fill half of the free memory. ``num_samples``: the most of each time, at
+    least 5. ``device``: ``cpu`` (one thread) or ``cuda``. ``checkpoint_url``: where uploads are measured; files are
+    removed. ``peer``: a node on which ``morph calibrate-peer`` listens; None: links between nodes repeat those within
+    this one. ``check``: called with the exported job; may refuse it.
 
-    Raises:
-        JobError, ExportError: the job cannot be measured.
-        ConfigError: this machine has no such device, the checkpoint URL cannot be written, or the peer has another
-            secret.
-        ClusterError, WaitTimeout: helper processes failed, or the peer.
+    Raises JobError or ExportError; ConfigError for a missing device, a checkpoint URL that cannot be written, or
+    another secret of the peer; ClusterError or WaitTimeout if helper processes or the peer failed.
     """
     progress = progress or silent
     progress("exporting the model", 0.0)

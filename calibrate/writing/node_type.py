@@ -33,8 +33,7 @@ def add_node_type(
 ) -> Profile:
     """Measure the job on this machine as another type of node, replacing an earlier type of that name.
 
-    ``calibrate`` made the profile of the same job, on any machine; ProfileError: it belongs to another job. ``device``:
-    ``cpu`` or ``cuda``. Other errors are those of ``calibrate``.
+    Raises ProfileError if the profile is of another job, and as ``calibrate``.
     """
     progress = progress or silent
     progress("exporting the model", 0.0)
@@ -55,10 +54,7 @@ def add_node_type(
 
 
 def with_node_type(profile: Profile, added: NodeTypeProfile, link: LinkProfile) -> Profile:
-    """Return the profile with the type of node added or replaced; the type's links are kept if they differ.
-
-    ``inter_node`` follows only in a profile whose own ``inter_node`` repeats ``intra_node``.
-    """
+    """Return the profile with the type of node added or replaced; the type's links are kept if they differ."""
     if links_differ(profile.intra_node, link):
         repeats = profile.inter_node == profile.intra_node
         added = added.model_copy(update={"intra_node": link, "inter_node": link if repeats else None})
@@ -74,11 +70,11 @@ def links_differ(known: LinkProfile, measured: LinkProfile) -> bool:
 def _differ(known: Sequence[SendTime], measured: Sequence[SendTime]) -> bool:
     by_size = {entry.size_bytes: entry.time for entry in measured}
     for entry in known:
-        found = by_size.get(entry.size_bytes)
-        if found is None:
+        timed = by_size.get(entry.size_bytes)
+        if timed is None:
             continue
-        away_s = abs(found.median_s - entry.time.median_s)
-        if away_s > LINK_DIFFERS * entry.time.median_s and away_s > found.mad_s + entry.time.mad_s:
+        away_s = abs(timed.median_s - entry.time.median_s)
+        if away_s > LINK_DIFFERS * entry.time.median_s and away_s > timed.mad_s + entry.time.mad_s:
             return True
     return False
 
@@ -90,13 +86,13 @@ def _check_same_job(subject: Subject, profile: Profile) -> None:
         "fingerprint": (model.fingerprint[:12], profile.job.fingerprint[:12]),
         "batch_size": (subject.job.batch_size, profile.job.batch_size),
     }
-    for field, (found, allowed) in facts.items():
-        if found != allowed:
+    for field, (value, allowed) in facts.items():
+        if value != allowed:
             raise ProfileError(
                 "the profile belongs to another job; calibrate again without --add-node-type",
                 source=subject.job_path,
                 field=field,
-                value=found,
+                value=value,
                 allowed=str(allowed),
             )
 
@@ -109,11 +105,7 @@ def add_zone_links(
     device: str = "cpu",
     progress: Progress | None = None,
 ) -> Profile:
-    """Return the profile with the links between this node's zone and another one, in the sizes of its other links.
-
-    ``peer``: in another zone, where ``morph calibrate-peer`` listens. ``device``: ``cpu`` or ``cuda``. Errors as of
-    ``calibrate``.
-    """
+    """Return the profile with the links between this node's zone and that of ``peer``, in the sizes of other links."""
     progress = progress or silent
     with OtherNode(peer) as other:
         progress("sending messages to a node in another zone", 0.0)

@@ -111,10 +111,7 @@ def _below(url: str) -> Iterator[str]:
 
 @contextmanager
 def temporary_folder() -> Iterator[Path]:
-    """Yield a folder and remove it afterwards; if this process is killed, a guard process removes it.
-
-    The guard waits for its standard input to close, in a session of its own, so that Ctrl-C does not end it.
-    """
+    """Yield a folder and remove it afterwards; if this process is killed, a guard process removes it."""
     with tempfile.TemporaryDirectory(prefix="morph-calibrate-") as folder:
         guard = subprocess.Popen(
             [sys.executable, "-I", "-S", "-c", _GUARD, folder], stdin=subprocess.PIPE, start_new_session=True

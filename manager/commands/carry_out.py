@@ -21,9 +21,9 @@ from manager.report.live import LiveRun
 from manager.report.summary import summarise
 from manager.report.timelines import read_timelines
 from manager.report.values import RunReport
-from manager.run.managed_run import ManagedRun
-from manager.run.prepared import prepare
+from manager.run.prepared import prepared, read_inputs
 from manager.run.request import IfChanged, RunRequest
+from manager.run.train import train
 from manager.run_dir import as_its_folder
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INTERRUPTED, places
 from morph.cli.reading.progress import doing, doing_if_long
@@ -72,15 +72,13 @@ def carry_out(
 ) -> None:
     """Run the job, in ``run_dir`` if given, and raise ``typer.Exit`` with the command's exit code."""
     with doing_if_long("reading the job's files"):
-        run = prepare(request, run_dir)
-        run.check_device()
-    directory = run.run_dir
+        inputs = read_inputs(request, run_dir)
+        inputs.check_device()
+    directory = inputs.run_dir
     leave_word(run_dir=directory.resolve())
     try:
-        with places(run.places):
-            view = partial(shown.view, run_dir=directory)
-            managed = ManagedRun(run, view, if_changed, doing=doing, take_over=take_over, forever=is_kept_up())
-            finish, report = managed.train()
+        with places(inputs.places), prepared(inputs, if_changed, doing=doing, take_over=take_over) as run:
+            finish, report = train(run, partial(shown.view, run_dir=directory), forever=is_kept_up())
     except KeyboardInterrupt:
         print(
             f"the same command continues from the newest checkpoint, and so does morph resume {directory}",

@@ -54,9 +54,9 @@ def demo_command(
     from manager.report.picture import draw_run
     from manager.report.summary import summarise
     from manager.run.controller_config import memory_of
-    from manager.run.managed_run import ManagedRun
-    from manager.run.prepared import PreparedRun
+    from manager.run.prepared import Inputs, prepared
     from manager.run.request import RunRequest
+    from manager.run.train import train
     from manager.run_dir import read_facts
     from morph.contract.cluster import LocalVms
     from morph.contract.errors import ConfigError
@@ -100,8 +100,9 @@ def demo_command(
 
     print(f"[3/5] run on {vms.num_vms} VMs through {_describe(trace)}", flush=True)
     asked = RunRequest(job=job, steps=MANY_STEPS)
-    run = PreparedRun(asked, profile, known_cluster, out / "run", collect(job), trace=trace, stop_with_trace=True)
-    finish, report = ManagedRun(run, lambda live: run_view(live, plain=plain)).train()
+    inputs = Inputs(asked, profile, known_cluster, out / "run", collect(job), trace=trace, stop_with_trace=True)
+    with prepared(inputs) as run:
+        finish, report = train(run, lambda live: run_view(live, plain=plain))
     if finish.outcome == "failed":
         raise typer.Exit(1)
 

@@ -120,7 +120,7 @@ def loaded_job(context: typer.Context, stored: Stored, job: str | None) -> Job:
 
     Its files are in use until the command ends.
     """
-    from manager.run.prepared import kept
+    from manager.run.job_code import kept
     from manager.run_dir import read_facts
     from morph.contract.errors import InputError
     from morph.jobs.files import JobFiles, imported_once

@@ -69,9 +69,7 @@ def on_worker_answered(transition: Transition, event: WorkerAnswered) -> None:
 
 
 def note_answers(transition: Transition, answers: Mapping[WorkerId, Answer]) -> Sequence[WorkerAnswered]:
-    """Record answers of many workers that arrived together; returns those that must still be handled one by one: the
-    last awaited one, which triggers a decision, or all of them if each may trigger one.
-    """
+    """Record answers of many workers that arrived together; return those that must still be handled one by one."""
     state, order, noted = transition.state, transition.state.step.order, NOTED[transition.state.phase]
     step = state.step
     awaited = order is not None and step.awaited.issuperset(answers)
@@ -127,8 +125,8 @@ def _note_prepared(transition: Transition, answers: Mapping[WorkerId, Prepared])
     named = {answer.named.step for answer in _alike(answers).values() if answer.named is not None}
     if named:
         transition.change(unnamed=tuple(step for step in state.unnamed if step not in named))
-    told = zip(answers, [reports[key] for key in map(id, answers.values())], strict=True)
-    transition.change_step(reports=transition.state.step.reports | dict(told))
+    paired = zip(answers, [reports[key] for key in map(id, answers.values())], strict=True)
+    transition.change_step(reports=transition.state.step.reports | dict(paired))
     _note_evaluation(transition, _alike(answers).values())
 
 

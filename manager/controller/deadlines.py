@@ -24,10 +24,7 @@ from morph.words import counted
 
 
 def wake_at_s(state: ControllerState) -> float | None:
-    """Return a time (seconds) no later than the end of the first wait; None only if the run is over.
-
-    Looking at every worker for it takes long, so the state keeps a lower bound, which each ``Tick`` updates.
-    """
+    """Return a time (seconds) no later than the end of the first wait; None only if the run is over."""
     waits = state.waits
     saving = state.saving
     if state.phase is Phase.ENDED:
@@ -109,7 +106,7 @@ def on_nobody_heard(transition: Transition, event: NobodyHeard) -> None:
     }
     transition.change(workers=workers)
     transition.change_step(order=order)
-    transition.change_under_way(lambda one: one.model_copy(update={"started_s": later(one.started_s)}))
+    transition.change_under_way(lambda save: save.model_copy(update={"started_s": later(save.started_s)}))
     transition.say(ReasonCode.OUTAGE_OVER, f"no worker was heard for {event.lasted_s:.1f} s: that time does not count")
 
 
@@ -129,8 +126,8 @@ def _end_long_waits(transition: Transition) -> None:
                 transition.change_saving(sealing=(), sealing_since_s=None)
                 end_if_saved(transition)
             else:
-                told = f"the manifest of version {state.version} was not written within {limit_s:.4g} s"
-                transition.end("failed", told)
+                sentence = f"the manifest of version {state.version} was not written within {limit_s:.4g} s"
+                transition.end("failed", sentence)
         case Phase.COMMITTING | Phase.SEALING:
             save_if_due(transition)
         case Phase.HOLDING if waits.hold_until_s is not None and now_s >= waits.hold_until_s:

@@ -90,11 +90,10 @@ class ImpossibleEvent(MorphError):
 
 
 def decide(state: ControllerState, event: Event, now_s: float) -> Decision:
-    """Decide how to react to one event; ImpossibleEvent if it cannot happen in this phase.
+    """Decide how to react to one event; ImpossibleEvent if it cannot happen in this phase. ``now_s`` is monotonic.
 
-    ``now_s``: seconds of the run's clock at which the driver saw it: seconds since 1970 at the session's start, and
-    monotonic from then on, so that setting the machine's clock changes no wait. The actions are carried out in order,
-    after event and decision are journalled; a ``Tick`` must come at the decision's wake-up time at the latest.
+    The actions are carried out in order, after event and decision are journalled; a ``Tick`` must come at the
+    decision's wake-up time at the latest.
     """
     transition = Transition(state, now_s)
     count_idle(transition)

@@ -40,10 +40,7 @@ class Expected(NamedTuple):
 
 
 class Judgement(NamedTuple):
-    """``ratio``: the time as a multiple of the expected ``healthy_s``. ``by_sums``: judged over many windows.
-
-    Nothing changes for a worker that is neither slow nor well.
-    """
+    """A worker's time is ``ratio`` times the expected ``healthy_s``; ``by_sums``: judged over many windows."""
 
     ratio: float
     slow: bool
@@ -72,13 +69,10 @@ def judge(
 ) -> dict[WorkerId, Judgement]:
     """Judge workers that do the same work by the median compute time (seconds) of each over a window of micro-batches.
 
-    Three or more workers are compared with their median; to be slow, a worker must also lie some robust deviations
-    (median absolute deviation) above it. The slower of two is compared with the faster, because nothing makes a device
-    faster than it is. A single worker is compared with ``expected``, and must also lie some deviations above it;
-    without ``expected`` it is not judged. In every case the excess must also be some standard errors of the two medians
-    (``errors_s``) that are compared. ``waited_s``: the time that all of them waited besides, for cores; it counts in
-    the ratio, because a worker whose excess is little beside it delays nobody. The ratio must then be clearer, up to
-    ``LOADED_RATIO``, because caches and clocks of busy cores differ too.
+    Three or more are compared with their median, and a slow one must lie some robust deviations (median absolute
+    deviation) above it; the slower of two is compared with the faster, a single one with ``expected``. The excess must
+    also be some standard errors (``errors_s``). ``waited_s``, the time that all of them waited for cores, counts in the
+    ratio, which must then be clearer, up to ``LOADED_RATIO``.
     """
     values = sorted(medians_s.values())
     spread_s = measure_error_s = 0.0
@@ -102,13 +96,7 @@ def judge(
 
 
 def usual(ratios: Sequence[float]) -> Usual | None:
-    """Return how workers compare with the profile, from the ratio of each one's time to it; None if there are too few
-    to tell.
-
-    A slowdown of all workers (a lower clock, contention that was not profiled) is not one worker's fault, and if the
-    ratios differ widely, the profile is not to be trusted. One or two workers cannot show whether a worker or the
-    profile is wrong.
-    """
+    """Return how workers compare with the profile, by the ratios of their times to it; None: too few, or too unlike."""
     count = len(ratios)
     if count < PEERS:
         return None

@@ -52,9 +52,7 @@ def notice_of(state: ControllerState, worker: WorkerId, now_s: float) -> NoticeG
 
 
 def forget_kept(transition: Transition, *workers: WorkerId) -> None:
-    """Forget the notices of these workers, and of all that can no longer appear: no open request could be answered by
-    their VM, and no other worker of it has appeared.
-    """
+    """Forget the notices of these workers, and of all of their VMs' workers that can no longer appear."""
     state = transition.state
     provisioning = state.provisioning
     if not provisioning.kept_notices:
@@ -117,9 +115,8 @@ def request_missing(transition: Transition) -> None:
 def types_wanted(state: ControllerState, missing: int, now_s: float) -> dict[str, int]:
     """Return how many GPUs of each type to request; fewer than ``missing`` if types were refused recently.
 
-    Types are chosen one GPU after the other, by the largest gain in speed, or in speed per dollar. Because a GPU may
-    be useful only together with others of its type, the average gain of several at once is considered. GPUs that were
-    granted already count as present.
+    Types are chosen one GPU after the other, by the largest average gain, of one or several at once, in speed or in
+    speed per dollar. GPUs that were granted already count as present.
     """
     config, provisioning = state.config, state.provisioning
     there = [entry.facts.node_type for entry in state.workers.values() if entry.node in COUNTED]
@@ -241,8 +238,7 @@ def _typed(facts: NodeFacts | None, request: NodeRequest) -> NodeFacts:
 def lost_booting(transition: Transition, event: WorkerLost) -> None:
     """Stop waiting for a VM that was lost before it appeared, and request another; ignore unknown workers.
 
-    The new request follows at once, unless a VM that was granted since the last such loss was lost too: then it follows
-    after a growing pause. A VM that is unfit for a worker counts as one that never appeared.
+    The new request follows at once, after several such losses in a row with a growing pause.
     """
     forget_kept(transition, *event.workers)
     for name, request in transition.state.provisioning.requests.items():
@@ -298,10 +294,7 @@ def nothing_comes(state: ControllerState) -> bool:
 
 
 def pause_requests(transition: Transition, since_s: float, num_absent: int = 0) -> None:
-    """Postpone the next request if several VMs in a row are lost before their workers are ready.
-
-    ``since_s``: when the VM that is now lost was granted, or appeared; ``num_absent``: 1 if no usable VM appeared.
-    """
+    """Postpone the next request if several VMs in a row, granted since ``since_s``, are lost before they are ready."""
     state, now_s = transition.state, transition.now_s
     provisioning = state.provisioning
     rules = state.config.policy.rules.requests
@@ -360,7 +353,7 @@ def keep_request(transition: Transition, name: RequestId, request: NodeRequest) 
 def without_granted(request: NodeRequest, *nodes: WorkerId) -> NodeRequest:
     """Return the request without these granted workers."""
     granted = {worker: since_s for worker, since_s in request.granted.items() if worker not in nodes}
-    facts = {worker: found for worker, found in request.facts.items() if worker not in nodes}
+    facts = {worker: known for worker, known in request.facts.items() if worker not in nodes}
     return request.model_copy(update={"granted": granted, "facts": facts, "waiting": request.waiting - set(nodes)})
 
 

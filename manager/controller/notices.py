@@ -59,16 +59,12 @@ def _is_free_with_its_vm(state: ControllerState, worker: WorkerId) -> bool:
 
 
 def _is_free(state: ControllerState, worker: WorkerId) -> bool:
-    """Whether a worker is not a member, has no order, serves no peer, and holds no state that exists nowhere else.
-
-    Its state counts as obsolete once a step is decided without it: by then the members have what they need. A
-    checkpoint's unit that it still has to write also counts.
-    """
+    """Whether a worker is not a member, has no order, serves no peer, and has nothing to write or to hand on."""
     if worker in state.member_units or worker in state.step.awaited or state.workers[worker].holds:
         return False
     if state.pre_copy is not None and worker in state.pre_copy.parties:
         return False
-    return not any(worker in one.debtors for one in state.saving.under_way)
+    return not any(worker in save.debtors for save in state.saving.under_way)
 
 
 def on_notice_given(transition: Transition, event: NoticeGiven) -> None:

@@ -39,9 +39,7 @@ def unqueued_s(pace: Pace) -> tuple[float, ...]:
 
 
 def members_by_stage(state: ControllerState) -> dict[int, list[WorkerId]]:
-    """Return the members that are still there, by stage; stages of unequal pipelines with the same sections and type of
-    GPU do the same work and count as one stage, the first of them.
-    """
+    """Return the present members by stage; stages with the same sections and GPU type count as the first of them."""
     stages: dict[int, list[WorkerId]] = {}
     alike: dict[tuple[int, int, str], int] = {}
     for slot in state.slots:
@@ -57,9 +55,7 @@ def work_of(stage: StagePlan) -> tuple[int, int, str]:
 
 
 def usual_now(state: ControllerState, of: Callable[[Pace], float | None] = lambda pace: pace.median_s) -> Usual | None:
-    """Return how all members compare with the profile by their last windows; None until each has filled one, without
-    profiled times, or with too few members to tell. ``of``: the time (seconds) to compare.
-    """
+    """Return how all members compare with the profile by their last windows; None until each has filled one."""
     if state.plan is None:
         return None
     ratios = []

@@ -19,8 +19,7 @@ from morph.words import counted
 def healthy_now_s(state: ControllerState, yardstick: Yardstick) -> float:
     """Return the time (seconds) that a healthy worker takes now for the work at which a worker was slow.
 
-    It is the time with which the worker was compared then, scaled by the change since then in how members compare with
-    the profile. If healthy members do the same work and all take longer, it is the time of the fastest of them.
+    It is the time of that comparison, scaled as members' pace has changed, or the fastest member's if that is more.
     """
     healthy_s, now = yardstick.healthy_s, usual_now(state)
     if now is not None and yardstick.usual is not None:

@@ -19,7 +19,13 @@ from manager.controller.shape.selection import record_flap
 from manager.controller.state.actions import NoteCorrection, ReasonCode
 from manager.controller.state.events import ComputeTimesSeen
 from manager.controller.state.nodes import NodeEvent, NodeState
-from manager.controller.state.profile_correction import correction_of, is_material, with_forecasts, with_times
+from manager.controller.state.profile_correction import (
+    correction_of,
+    established,
+    is_material,
+    with_forecasts,
+    with_times,
+)
 from manager.controller.state.state import ControllerState, Pace, WorkerState, Yardstick
 from manager.controller.state.transition import Transition
 from morph.contract.messages import WorkerId
@@ -75,8 +81,7 @@ def on_compute_times(transition: Transition, event: ComputeTimesSeen) -> None:
 def _close_windows(transition: Transition) -> list[int]:
     """Close the windows of each stage whose replicas all have a full one; return these stages.
 
-    Each worker's queued time is left out of its times if all members lack cores. Otherwise it counts, because the
-    pipeline waits for a worker whose machine is busy with other things.
+    Queued time counts, since the pipeline waits for a busy machine, unless all members lack cores.
     """
     state = transition.state
     rules, workers = state.config.policy.rules.stutter, dict(state.workers)
@@ -130,8 +135,7 @@ def _with_sums(
 ) -> dict[WorkerId, Judgement]:
     """Judge workers also by the total time of many windows: a worker that stops now and then has a good median.
 
-    The differences between windows show how much of a total is chance. Many windows and a clear excess are required,
-    because a core that is taken away stays away for several windows.
+    A clear excess is required, because a core that is taken away stays away for several windows.
     """
     assert state.plan is not None, "no shape is formed"
     members, rules = members_by_stage(state), state.config.policy.rules.stutter
@@ -192,7 +196,7 @@ def _learn(transition: Transition, event: ComputeTimesSeen) -> None:
     """Learn from compute times of healthy members with a device each; report corrections that changed materially."""
     state, profiled_s = transition.state, transition.state.config.compute_s
     measured = state.measured
-    if state.plan is None or state.config.shares_cores(state.plan):
+    if state.plan is None or state.config.shares_cores:
         return
     if not all(times_s and all(times_s) for times_s in profiled_s.values()):
         return
@@ -207,9 +211,10 @@ def _learn(transition: Transition, event: ComputeTimesSeen) -> None:
     seen = with_times(measured.stage_ratios, stages, samples_s, profiled_s)
     if seen is measured.stage_ratios:
         return
-    forecasts = with_forecasts(measured.forecasts, measured.stage_ratios, seen, profiled_s)
+    known = established(seen)
+    forecasts = with_forecasts(measured.forecasts, established(measured.stage_ratios), known, profiled_s)
     transition.change_measured(stage_ratios=seen, forecasts=forecasts)
-    correction = correction_of(() if forecasts.are_worse else seen, profiled_s)
-    if is_material(measured.correction, correction, seen, profiled_s):
+    correction = correction_of(() if forecasts.are_worse else known, profiled_s)
+    if is_material(measured.correction, correction, known, profiled_s):
         transition.change_measured(correction=correction)
         transition.add(correction.sentence, NoteCorrection(correction=correction))

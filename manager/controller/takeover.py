@@ -28,11 +28,7 @@ from morph.words import counted
 
 
 def on_manager_resumed(transition: Transition, event: ManagerResumed) -> None:
-    """Repeat unanswered orders, end unknown workers, and handle the loss of workers that are gone.
-
-    Every wait restarts, because no worker could be heard meanwhile. A worker answers a completed order again, and
-    continues one that it is working on.
-    """
+    """Repeat unanswered orders, end unknown workers, handle the loss of those that are gone, restart every wait."""
     _begin_waits_anew(transition)
     transition.change_provisioning(requests_over="", failed_boots=None)  # the user may have mended the reason
     dropped = without_pre_copy(transition)
@@ -90,7 +86,7 @@ def _begin_waits_anew(transition: Transition) -> None:
     }
     transition.change(workers=workers)
     transition.change_step(order=order if awaited else None, awaited=awaited)
-    earlier = tuple(one.model_copy(update={"started_s": now_s}) for one in state.saving.earlier)
+    earlier = tuple(save.model_copy(update={"started_s": now_s}) for save in state.saving.earlier)
     transition.change_saving(earlier=earlier)
     transition.change_saving(pending=pending, sealing_since_s=None if state.saving.sealing_since_s is None else now_s)
     transition.change_measured(morph_began_s=None)

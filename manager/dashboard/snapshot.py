@@ -17,7 +17,8 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
         bill, left, next_save = account.bill(run.prices), run.remaining, run.fold.figures.next_save
         return {
             "job": run.job,
-            "phase": run.phase,
+            "phase": run.phase.value,
+            "doing": run.doing,
             "trouble": run.trouble,
             "shape": run.shape,
             "generation": run.generation,

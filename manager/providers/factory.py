@@ -33,10 +33,7 @@ def azure_spec(spec: AzureSpec, image: str | None, usd_per_h: float | None) -> A
 
 
 def aws_spec(spec: AwsSpec, image: str | None, usd_per_h: float | None) -> AwsSpec:
-    """Return the spec with the image and the price in the cluster file, if given; the result is validated.
-
-    ConfigError: the image in the cluster file is not an AWS image.
-    """
+    """Return the spec with the image and price of the cluster file. ConfigError: it is not an AWS image."""
     if image is not None and not image.startswith("ami-"):
         raise ConfigError("is not an AWS image", field="vms.environment.image", value=image, allowed="ami-...")
     types = spec.types
@@ -51,10 +48,7 @@ def ending_command(path: Path, name: RunName) -> str:
 
 
 def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start: NodeStart) -> Provider:
-    """Open the provider of a run's VMs on Azure; makes no call yet. ``path``: the cloud file.
-
-    ProviderError: an earlier manager's file in the run directory is damaged.
-    """
+    """Open the provider of a run's VMs on Azure, without a call. ProviderError: a damaged file in the run directory."""
     from manager.providers.azure.client import azure_client, until_stopped
     from manager.providers.azure.provider import AzureProvider
 
@@ -75,10 +69,7 @@ def open_azure(spec: AzureSpec, path: Path, name: RunName, run_dir: Path, start:
 
 
 def open_aws(spec: AwsSpec, path: Path, name: RunName, run_dir: Path, start: NodeStart) -> Provider:
-    """Open the provider of a run's instances on AWS; makes no call yet. ``path``: the cloud file.
-
-    ProviderError: an earlier manager's file in the run directory is damaged.
-    """
+    """Open the provider of a run's VMs on AWS, without a call. ProviderError: a damaged file in the run directory."""
     from manager.providers.aws.provider import open_aws
 
     return open_aws(

@@ -21,10 +21,9 @@ class Fleet(Protocol):
 
 
 class LocalProvider:
-    """The ``Provider`` of local VMs.
+    """The ``Provider`` of local VMs: ``max_vms`` at a time; ``usd_per_h``: assumed, None: not known.
 
-    ``max_vms``: the largest number of VMs at a time on this machine. ``usd_per_h``: the assumed price of one VM; None:
-    not known. ``inherited``: VMs that another manager requested and that the fleet has, or is about to boot.
+    ``inherited``: VMs that another manager requested and that the fleet has, or is about to boot.
     """
 
     def __init__(

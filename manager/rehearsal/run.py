@@ -19,7 +19,7 @@ from manager.rehearsal.device import FORGIVEN_S, EmulationOptions, emulated_devi
 from manager.rehearsal.measurements import Load, Measured, Rehearsal, Rehearsed
 from manager.rehearsal.planning import Planned, hosts_of, plan_shape
 from manager.rehearsal.spec import WARM_UP_STEPS, worker_name
-from manager.run.session import TOO_FEW_LEFT, RunSpec, run_session
+from manager.run.session import TOO_FEW_LEFT, SessionSpec, run_session
 from manager.run_dir import WORKERS_LOG, RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
@@ -116,7 +116,7 @@ def _run(
     temporary: bool,
     attend: Callable[[VmFleet], Observer] | None = None,
 ) -> None:
-    finish = run_session(_run_spec(planned, run_dir, temporary), run_dir, _all_of(observers), attend)
+    finish = run_session(_spec(planned, run_dir, temporary), run_dir, *observers, attend=attend)
     if finish.outcome == "stopped" and not finish.sentence.startswith(TOO_FEW_LEFT):
         raise KeyboardInterrupt
     if finish.outcome != "finished":
@@ -179,7 +179,7 @@ def device_of(planned: Planned) -> EmulatedDevice:
     return device.model_copy(update={"node_types": devices}) if len(devices) > 1 else device
 
 
-def _run_spec(planned: Planned, run_dir: RunDir, temporary: bool) -> RunSpec:
+def _spec(planned: Planned, run_dir: RunDir, temporary: bool) -> SessionSpec:
     spec, profile = planned.spec, planned.profile
     trace, config = spec.trace, controller_config_of(planned)
     host_of: dict[str, int] = {}
@@ -193,7 +193,7 @@ def _run_spec(planned: Planned, run_dir: RunDir, temporary: bool) -> RunSpec:
                 for worker, node_type in zip(host_of, types, strict=True)
             )
         )
-    return RunSpec(
+    return SessionSpec(
         job_path=f"rehearsal of {profile.job.name}",
         config=config,
         cluster=ClusterConfig(policy=config.policy, vms=LocalVms(node_types=dict.fromkeys(config.type_compute_s, 1))),
@@ -245,11 +245,3 @@ def _network(planned: Planned) -> HostNetwork | None:
     scale = planned.scales.message / planned.scales.time
     bytes_per_s = bandwidth_bytes_per_s(planned.spec.profile.inter_node)
     return HostNetwork(1 + max(hosts_of(planned.plan)), bytes_per_s * scale)
-
-
-def _all_of(observers: Sequence[Observer]) -> Observer:
-    def observe(observed: Observed) -> None:
-        for observer in observers:
-            observer(observed)
-
-    return observe

@@ -263,7 +263,7 @@ class Figures:
             first_version=order.version,
             num_steps=0,
             expected_mini_batch_s=plan.expected.mini_batch_s,
-            num_shared_cores=config.num_cores if config.shares_cores(plan) else None,
+            num_shared_cores=config.num_cores if config.shares_cores else None,
             measured_mini_batch_s=None,
         )
         self.over.append(self.shape)

@@ -18,6 +18,7 @@ from manager.report.steps import Condensed, SetBack, Step, Steps
 from manager.report.values import EvaluationRecord, MorphRecord, RunReport, ShapeLeft, ShapeSpan, VmCount
 from manager.run_dir import JOURNAL
 from morph.contract.errors import RunDirError
+from morph.words import counted
 
 _OF_REPORT = ("shape", "left", "morph", "evaluation", "vms", "set_back")
 
@@ -93,7 +94,7 @@ def _report(fold: Fold, noted: Sequence[Noted], condensed: Condensed, source: st
         checkpoint_version=figures.checkpoint_version,
         best_version=figures.best_version,
         outcome=finish.outcome if finish else "running",
-        sentence=finish.sentence if finish else figures.trouble or f"version {fold.version} is decided",
+        sentence=finish.sentence if finish else figures.trouble or f"{counted(fold.version, 'step')} done",
         num_sessions=figures.num_sessions,
         shapes=_shapes(
             figures,
@@ -109,7 +110,7 @@ def _report(fold: Fold, noted: Sequence[Noted], condensed: Condensed, source: st
         evaluations=tuple(evaluations[version] for version in sorted(evaluations)),
         account=fold.ledger.account(),
         vms=tuple(one for one in records if isinstance(one, VmCount)),
-        correction=_of_type(figures.correction, config.node_type),
+        correction=None if config.shares_cores else _of_type(figures.correction, config.node_type),
         next_save=None if finish else figures.next_save,
     )
 

@@ -86,7 +86,7 @@ class LiveRun:
     prices: Prices | None = None
     start_s: float = 0.0
     time_s: float = 0.0
-    phase: str = "starting"
+    phase: Phase = Phase.STARTING
     trouble: str = ""
     shape: str | None = None
     generation: int = 0
@@ -173,9 +173,14 @@ class LiveRun:
         return remaining(self.progress.points, self.time_s, self.num_steps, (begun_usd, self.dollars))
 
     @property
+    def doing(self) -> str:
+        """What the run does now, in words, and why its workers cannot be set up."""
+        return self.phase.words + (f": {self.trouble}" if self.trouble else "")
+
+    @property
     def headline(self) -> str:
         """The run in one line: phase, shape, step, speed, loss, newest checkpoint, dollars, forecast."""
-        parts = [self.phase + (f": {self.trouble}" if self.trouble else ""), *([self.shape] if self.shape else [])]
+        parts = [self.doing, *([self.shape] if self.shape else [])]
         parts.append(f"step {self.version}" + (f"/{self.num_steps}" if self.num_steps else ""))
         if self.examples_per_s:
             parts.append(f"{self.examples_per_s:.1f} examples/s")
@@ -215,7 +220,7 @@ class LiveRun:
             self.speeds.add(time_s, self.examples_per_s)
 
     def _stand(self, state: ControllerState) -> None:
-        self.version, self.phase, self.generation = state.version, state.phase.value, state.generation
+        self.version, self.phase, self.generation = state.version, state.phase, state.generation
         failed = state.provisioning.failed_setups
         self.trouble = "" if failed is None else failed.sentence
         self.saved_version = state.saving.checkpoint.version if state.saving.checkpoint else None

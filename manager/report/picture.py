@@ -39,14 +39,14 @@ UNPLANNED, PLANNED = RED, GREY
 MEASURED, EXPECTED, LOSS, VMS = BLUE, ORANGE, VIOLET, SKY
 PARTS = {
     TimeUse.COMPUTE: (BLUE, "forward, recompute and backward of steps that count"),
-    TimeUse.BUBBLE: (SKY, "the rest of those steps: messages, reductions, the manager's round"),
-    TimeUse.LOST: (RED, "steps given up or lost, attempts that overflowed"),
+    TimeUse.BUBBLE: (SKY, "the rest of those steps: waiting for others, messages, sums of gradients"),
+    TimeUse.LOST: (RED, "steps that were given up, skipped or run again"),
     TimeUse.MORPH: (ORANGE, "forming another shape"),
-    TimeUse.CHECKPOINT: (VIOLET, "the last commit and its files"),
-    TimeUse.WAITING: (SOFT[7], "ready while no shape is formed"),
-    TimeUse.WARMING: (SOFT[1], "until the worker is ready"),
-    TimeUse.SPARE: (GREY, "ready without a place"),
-    TimeUse.UNMANAGED: (BROWN, "after their manager was killed"),
+    TimeUse.CHECKPOINT: (VIOLET, "the save at the end of the run; earlier saves run beside training"),
+    TimeUse.WAITING: (SOFT[7], "ready while no shape trains"),
+    TimeUse.WARMING: (SOFT[1], "booting, until the worker is ready"),
+    TimeUse.SPARE: (GREY, "ready, but not part of the shape"),
+    TimeUse.UNMANAGED: (BROWN, "after the manager was killed, until another took over or the VMs were gone"),
 }
 """The colour and meaning of each use of VMs' time."""
 MOST_STEPS = 4000

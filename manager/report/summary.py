@@ -63,14 +63,13 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
         if shape.num_steps:
             of = f" on {shape.pool}" if shape.pool else ""
             measured = f"{(shape.measured_mini_batch_s or 0) * 1e3:.0f} ms a step"
-            if shape.expected_here_s is None:
-                measured += f" ({shape.num_workers} workers share {shape.num_shared_cores} cores: no forecast)"
-            else:
+            if shape.expected_here_s is not None:
                 measured += f" ({shape.expected_here_s * 1e3:.0f} ms expected)"
             since_s = shape.start_s - report.start_s
             lines.append(
                 f"shape {shape.shape}{of} from {since_s:.1f} s: {counted(shape.num_steps, 'step')}, {measured}"
             )
+    lines += filter(None, [report.no_forecast])
     types = {name for shape in report.shapes if shape.num_steps and shape.pool for name in shape.pool.types}
     if sentence := several_types(types):
         lines.append(sentence)
@@ -94,7 +93,7 @@ def _saved(report: RunReport) -> str:
     if report.best_version is not None:
         saved += f", the best at step {report.best_version}"
     if report.next_save is not None:
-        saved += f", the next in {max(0.0, report.next_save.due_s - report.end_s):.0f} s: {report.next_save.why}"
+        saved += f", the next in {max(0.0, report.next_save.due_s - report.end_s):.0f} s ({report.next_save.why})"
     return saved
 
 

@@ -18,6 +18,7 @@ from manager.report.steps import StepRecord, Steps
 from morph.contract.base import Value
 from morph.contract.messages import WorkerId
 from morph.contract.pool import Pool
+from morph.words import counted
 
 MOST_POINTS = 512
 """The number of steps that a forecast looks at."""
@@ -62,7 +63,7 @@ class ShapeSpan(Value):
     num_steps: int
     expected_mini_batch_s: float = Field(description="for workers with a device each")
     num_shared_cores: int | None = Field(
-        default=None, description="the cores that its workers share, fewer than workers; None: each has a device"
+        default=None, description="the cores that the run's workers and its manager share; None: they have their own"
     )
     measured_mini_batch_s: float | None = Field(description="median over its steps; None: there are none")
 
@@ -181,6 +182,14 @@ class RunReport(Value):
     next_save: NextSave | None = Field(default=None, description="as last known; None: the run is over, or none is due")
 
     @property
+    def no_forecast(self) -> str:
+        """Why no time of a step is forecast, for readers; empty if a shape has a forecast."""
+        shared = {shape.num_shared_cores for shape in self.shapes}
+        if None in shared or not shared:
+            return ""
+        return f"no forecast of steps: the workers and the manager share {counted(max(filter(None, shared)), 'core')}"
+
+    @property
     def losses(self) -> dict[int, float]:
         """The loss by step, from the last run of each step."""
         steps, losses = self.steps.column("step").tolist(), self.steps.column("loss").tolist()
@@ -206,10 +215,10 @@ class RunReport(Value):
 
     @property
     def changes_text(self) -> str:
-        """The number of changes of shape, of forced ones, and of those by injected preemptions."""
-        text = f"{len(self.morphs)}, {sum(not morph.planned for morph in self.morphs)} of them forced"
+        """The number of changes of shape, of those after a loss, and of those after a loss by ``morph inject``."""
+        text = f"{len(self.morphs)}, {sum(not morph.planned for morph in self.morphs)} of them after a loss"
         injected = sum(bool(morph.injected) for morph in self.morphs)
-        return text + (f", {injected} by injected preemptions" if injected else "")
+        return text + (f" ({injected} by morph inject)" if injected else "")
 
     @property
     def first_step(self) -> StepRecord | None:

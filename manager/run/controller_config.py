@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,6 +23,7 @@ from morph.contract.pool import Pool
 from morph.contract.profile import Profile
 from morph.contract.trace import UNKNOWN, Trace, TraceEvent
 from morph.contract.vm_names import workers_of
+from morph.machine import num_cores
 from simulator import PlanRequest, plan, plan_table, pool_plan_table
 from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.request import RedundancyName
@@ -131,7 +131,7 @@ def controller_config(
         idle_vm_h=vms.limits.idle_vm_h,
         device_memory_bytes=memory.device_bytes,
         host_memory_bytes=memory.host_bytes,
-        num_cores=(os.cpu_count() or 1) if isinstance(vms, LocalVms) and vms.device == "cpu" else None,
+        num_cores=num_cores() if isinstance(vms, LocalVms) and vms.device == "cpu" else None,
         section_compute_s=profile.section_compute_s(m),
     )
 

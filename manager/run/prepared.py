@@ -1,21 +1,24 @@
-"""What a run was asked for, with the content of all that it names: read, resolved, checked, and the job's code kept."""
+"""What a run was asked for, with the content of all that it names: read, resolved, checked and planned."""
 
 from __future__ import annotations
 
 import hashlib
 import sys
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from manager.accounting.spent import Prices, no_price, prices_of
 from manager.controller.state.config import ControllerConfig, Offer
 from manager.controller.state.events import NodeFacts
-from manager.journal.records import Fact
+from manager.engine.loop.lease import Lease, this_process
+from manager.engine.machines.machines import Processes
+from manager.engine.machines.vm_sources import machines_of
 from manager.run.checkpoint_location import check_storage, check_url
 from manager.run.controller_config import constant_trace, controller_config
+from manager.run.job_code import TrainedCode
 from manager.run.markets import Cloud, check_listening, check_loopback, load_cloud
 from manager.run.request import (
     SHORT_OPTIONS,
@@ -24,38 +27,32 @@ from manager.run.request import (
     absolute_job,
     absolute_url,
     folder_of,
+    is_job_file,
     short_path,
 )
-from manager.run_dir import CODE, RunDir, RunFacts, is_run, not_writable, read_facts, write_in_run_dir
+from manager.run_dir import RunFacts, check_free, is_run, read_facts
 from manager.trackers.alerts import check_notify
 from manager.trackers.sinks import check_trackers
+from morph.checkpoint.newest import find_whole
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig, JobFile, LocalVms
-from morph.contract.errors import ConfigError, JobError, RunDirError
-from morph.contract.job_facts import Epochs
-from morph.contract.messages import HandedCut, JobCode
-from morph.contract.profile import Profile, load_profile
+from morph.contract.errors import ConfigError
+from morph.contract.pool import several_types
+from morph.contract.profile import Profile, estimates, load_profile, other_device, other_links
 from morph.contract.trace import Trace, load_trace
-from morph.jobs.changes import changes, told
 from morph.jobs.files import JobFiles, split_job
-from morph.jobs.snapshot import changed, collect, digests, files_of, from_elsewhere, pack
+from morph.jobs.snapshot import collect
 from morph.yaml_files import load_cluster, load_job_file
 from simulator import PlanRequest
 
-if TYPE_CHECKING:
-    from morph.preflight.job_check import CheckedJob
-
-_CUT = ".cut"
-SAME_JOB = "; for the same job under another name: --if-changed accept"
-
 
 @dataclass(frozen=True)
-class PreparedRun:
+class Inputs:
     """A run's request with all its files read and its paths resolved.
 
     ``request``: the request with the options of a job file, which may also be its cluster file (see ``in_file``).
     ``requested``: the request as given, to be stored; None: nothing is stored. ``job_files``: the job's files as they
-    are now. ``trace``: None: the VMs come at the start. ``stop_with_trace``: see :class:`manager.run.session.RunSpec`.
+    are now. ``trace``: None: the VMs come at the start. ``stop_with_trace``: see ``SessionSpec``.
     """
 
     request: RunRequest
@@ -68,13 +65,6 @@ class PreparedRun:
     in_file: bool = False
     requested: RunRequest | None = None
     stop_with_trace: bool = False
-
-    def in_steps(self, epochs: Epochs) -> PreparedRun:
-        """Return the same inputs with their length in steps, if it was requested in epochs."""
-        num = self.request.epochs
-        if num is None:
-            return self
-        return replace(self, request=self.request.model_copy(update={"steps": epochs.steps_of(num)}))
 
     @property
     def events(self) -> Trace:
@@ -191,21 +181,25 @@ def _digest(value: Value) -> str:
     return hashlib.sha256(value.model_dump_json().encode()).hexdigest()[:16]
 
 
-def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
+def read_inputs(request: RunRequest, run_dir: Path | None) -> Inputs:
     """Read a run's request, and check everything that can be checked without loading the job.
 
     Its paths are relative to the working directory. ``run_dir``: instead of the job's own. InputError: a file is wrong,
     or an option is missing.
     """
-    run = _read(request, run_dir)
-    step, source, vms = request.timeline_step, str(run.request.cluster), run.cluster.vms
-    if step is not None and run.request.epochs is None and step >= run.request.steps:
-        allowed = f"0 to {run.request.steps - 1}"
+    if is_job_file(request.job):
+        path = Path(request.job)
+        inputs = resolve(request, path, load_job_file(path, request.settings), run_dir)
+    else:
+        inputs = _read_options(request, run_dir)
+    step, source, vms = request.timeline_step, str(inputs.request.cluster), inputs.cluster.vms
+    if step is not None and inputs.request.epochs is None and step >= inputs.request.steps:
+        allowed = f"0 to {inputs.request.steps - 1}"
         raise ConfigError("is never run", field="--timeline-step", value=step, allowed=allowed)
-    run.prices()
+    inputs.prices()
     trace = load_trace(request.trace).from_first_event().scaled(1 / request.trace_speed) if request.trace else None
-    if run.cloud is not None:
-        check_listening(run.cloud, source)
+    if inputs.cloud is not None:
+        check_listening(inputs.cloud, source)
     if trace is not None and vms.keep is not None:
         raise ConfigError(
             "the trace determines which VMs come and go",
@@ -214,13 +208,10 @@ def prepare(request: RunRequest, run_dir: Path | None) -> PreparedRun:
             value=vms.keep,
             allowed="vms.keep or --trace, not both",
         )
-    return replace(run, trace=trace, requested=request)
+    return replace(inputs, trace=trace, requested=request)
 
 
-def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:
-    if request.is_job_file:
-        path = Path(request.job)
-        return resolve(request, path, load_job_file(path, request.settings), run_dir)
+def _read_options(request: RunRequest, run_dir: Path | None) -> Inputs:
     if not any(split_job(request.job)):
         raise ConfigError(
             "is not a job", field="JOB", value=request.job, allowed="path/to/file.py:name, or a job file (YAML)"
@@ -238,7 +229,7 @@ def _read(request: RunRequest, run_dir: Path | None) -> PreparedRun:
     return _with_cloud(complete, profile, cluster, run_dir, "--checkpoint-url")
 
 
-def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None = None) -> PreparedRun:
+def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None = None) -> Inputs:
     """Resolve the paths in a job file against its folder; ``request`` has the other options.
 
     ConfigError: the code file does not exist, or the batch is not the profile's. ProfileError: the profile cannot be
@@ -273,9 +264,7 @@ def resolve(request: RunRequest, path: Path, file: JobFile, run_dir: Path | None
     return replace(_with_cloud(complete, profile, file, run_dir, "job.checkpoint_url"), in_file=True)
 
 
-def _with_cloud(
-    request: RunRequest, profile: Profile, cluster: ClusterConfig, run_dir: Path, url_field: str
-) -> PreparedRun:
+def _with_cloud(request: RunRequest, profile: Profile, cluster: ClusterConfig, run_dir: Path, url_field: str) -> Inputs:
     """Read the cloud file if a provider brings the VMs; check that the VMs can reach manager and checkpoints."""
     assert request.cluster is not None
     source, url = str(request.cluster), request.checkpoint_url
@@ -286,206 +275,93 @@ def _with_cloud(
         check_url(url, source, url_field)
     cloud = load_cloud(cluster, request.cluster)
     if cloud is None:
-        return PreparedRun(request, profile, cluster, run_dir, collect(request.job))
+        return Inputs(request, profile, cluster, run_dir, collect(request.job))
     cloud.market.check_job_name(profile.job.name, str(request.profile), "job.name")
     check_loopback(cloud, source)
     check_storage(cloud.vms, url, source, url_field)
     files = collect(request.job, cloud.vms.environment.files, source)
-    return PreparedRun(request, profile, cluster, run_dir, files, cloud)
+    return Inputs(request, profile, cluster, run_dir, files, cloud)
 
 
-class RunCode:
-    """The code of a run, from the files on disk now and the copy in the run directory.
+@dataclass(frozen=True)
+class Prepared:
+    """A run that may begin or continue.
 
-    ``job_path``: path/to/file.py:name, a job that must fit ``profile``. ``files``: its files as they are now;
-    ``if_changed``: what to do if they differ from those with which the run began. ``doing``: tells the
-    user the next phase. ``unpack``: whether the run's workers do not see this machine's folders.
+    ``code``: the code on which it trains. ``facts``: the identity of its directory. ``planned``: plans shapes, at the
+    first call. ``machines``: the process of the first session's workers, if it was begun. ``is_new``: whether the run
+    has yet to begin. ``take_over``: take the checkpoints' storage over from another manager, which may still run.
     """
 
-    def __init__(
-        self,
-        job_path: str,
-        profile: Profile,
-        files: JobFiles,
-        if_changed: IfChanged,
-        doing: Callable[[str], None],
-        *,
-        unpack: bool,
-    ) -> None:
-        self._job_path = job_path
-        self._profile = profile
-        self._files = files
-        self._if_changed = if_changed
-        self._doing = doing
-        self._unpack = unpack
-        self._changed: list[str] = []
-        self._checked: CheckedJob | None = None
-        self._kept: JobCode | None = None
-        self._accepted = ""
-        self.cut: HandedCut | None = None
-        """The cut that workers get; known once the run's code is settled."""
-
-    def check(self) -> None:
-        """Check the job, which loads torch, and name code that the snapshot lacks; InputError if it does not fit."""
-        before = set(sys.modules)
-        self._doing("checking the job: loading PyTorch, cutting the model, comparing it with the plain one")
-        from morph.preflight.job_check import check_job
-
-        with self._files.in_use():
-            self._checked = check_job(self._job_path, self._profile)
-            elsewhere = from_elsewhere(self._files, before)
-        self._doing("planning shapes")
-        if elsewhere:
-            print(
-                f"note: the run keeps a copy of the code in {self._files.folder}, but the job also imports "
-                f"{', '.join(elsewhere)}: do not change that while the run lives",
-                file=sys.stderr,
-            )
-
-    def epochs(self, run_dir: Path) -> Epochs:
-        """Return how a run's first epochs divide into steps; InputError if the run is new and its job is not valid."""
-        known = read_facts(run_dir).known_by.epochs if is_run(run_dir) else None
-        if known is None:
-            if self._checked is None:
-                self.check()
-            assert self._checked is not None
-            known = self._checked.facts.epochs
-        assert known is not None, "the check of a job tells its epochs"
-        return known
-
-    def of(self, run_dir: RunDir) -> JobCode:
-        """Return the code of a run, as far as it is known without loading the job.
-
-        RunDirError: the stored code is damaged, or was changed since then and the user has not said what to do.
-        """
-        sha256 = run_dir.facts.code_sha256
-        if sha256 is None:
-            return pack(self._job_path, self._files, unpack=self._unpack)
-        code = kept(run_dir.path, sha256, self._job_path, unpack=self._unpack)
-        self.cut = kept_cut(run_dir.path, sha256)
-        began = JobFiles(self._files.folder, files_of(code))
-        self._changed = changed(digests(began.files), self._files)
-        if self._changed and self._if_changed is IfChanged.REFUSE and run_dir.other_job is not None:
-            raise run_dir.belongs_to_another(SAME_JOB)
-        if self._changed and self._if_changed is IfChanged.REFUSE:
-            raise RunDirError(
-                "was changed since the run began",
-                source=str(self._files.folder / self._changed[0]),
-                allowed="as it was; --if-changed keep, to go on with the code that the run began with; "
-                "--if-changed accept, to go on with the changed code from the newest checkpoint; or another --run-dir",
-            )
-        if self._changed and self._if_changed is IfChanged.ACCEPT:
-            return pack(self._job_path, self._files, unpack=self._unpack)
-        if self._changed:
-            print(
-                f"going on with the code that the run began with, without what was changed: {self._names}",
-                file=sys.stderr,
-            )
-        self._files, self._kept = began, code
-        return code
-
-    def begin(self, run_dir: RunDir) -> JobCode:
-        """Check the job, unless it was checked before, and store the code of the run from now on.
-
-        InputError: the job is not valid, is another job, or its settings or data differ from those with which the run
-        began. RunDirError: the directory cannot be written.
-        """
-        if self._checked is None:
-            self.check()
-        assert self._checked is not None
-        began, known = run_dir.facts, self._checked.facts
-        differing = list(changes(known, began.known_by))
-        for change in differing:
-            refusal, why = change.refusal(self._job_path), change.cannot_apply
-            if why is None and self._if_changed is IfChanged.ACCEPT:
-                continue
-            if self._if_changed is not IfChanged.ACCEPT and run_dir.other_job is not None:
-                raise run_dir.belongs_to_another(SAME_JOB)
-            allowed = refusal.allowed if why else f"{refusal.allowed}; or --if-changed accept"
-            message = why if why and self._if_changed is IfChanged.ACCEPT else refusal.message
-            raise JobError(
-                message, source=refusal.source, field=refusal.field, value=refusal.value, allowed=allowed
-            ) from None
-        known = known.joined(began.known_by)
-        self._tell_accepted(told(differing), known.settings)
-        code = self._kept or pack(self._job_path, self._files, unpack=self._unpack)
-        with self._files.in_use():
-            self.cut = self._checked.cut(began.micro_batch_size)
-        keep(run_dir.path, code, self.cut)
-        if (code.sha256, known) != (began.code_sha256, began.known_by):
-            run_dir.begin_with(began.model_copy(update={"code_sha256": code.sha256, "known_by": known}))
-        self._checked = None  # this frees the exported model
-        return code
-
-    def _tell_accepted(self, differing: str, settings: Mapping[str, str]) -> None:
-        """Say on standard error which changes apply from now on, and which settings stay as saved."""
-        if self._if_changed is not IfChanged.ACCEPT or not (differing or self._changed):
-            return
-        stays = ["weights", "optimizer state", "step counts"]
-        if settings.get("effective_loss_scaling", "None") != "None" and "effective_loss_scaling" not in differing:
-            stays.append("loss scale")
-        schedule = any(name.startswith("lr_scheduler(") and value != "None" for name, value in settings.items())
-        where = "; the schedule continues as if it had applied from the beginning" if schedule else ""
-        self._accepted = (
-            f"{differing or 'no setting differs'}; applies from the next step on{where}; as saved: {', '.join(stays)}"
-        )
-        files = f"changed code: {self._names}; " if self._changed else ""
-        print(f"going on with what was changed: {files}{self._accepted}", file=sys.stderr)
-
-    def facts(self, code: JobCode) -> tuple[Fact, ...]:
-        """Return the journal's facts about the code."""
-        facts = [Fact(name="job_code", detail=f"sha256 {code.sha256}: {', '.join(sorted(self._files.files))}")]
-        if self._changed:
-            name = "changed_code_accepted" if self._if_changed is IfChanged.ACCEPT else "changed_code_ignored"
-            facts.append(Fact(name=name, detail=self._names))
-        if self._accepted:
-            facts.append(Fact(name="changed_job_accepted", detail=self._accepted))
-        return tuple(facts)
-
-    @property
-    def files(self) -> JobFiles:
-        """The code of the run, once it has begun."""
-        return self._files
-
-    @property
-    def _names(self) -> str:
-        return ", ".join(self._changed)
+    inputs: Inputs
+    code: TrainedCode
+    facts: RunFacts
+    planned: Callable[[], ControllerConfig]
+    prices: Prices | None
+    machines: Processes | None
+    is_new: bool
+    take_over: bool
 
 
-def keep(run_dir: Path, code: JobCode, cut: HandedCut | None = None) -> None:
-    """Store the code in the run directory under its digest, atomically and readable only by the user.
+@contextmanager
+def prepared(
+    inputs: Inputs,
+    if_changed: IfChanged = IfChanged.REFUSE,
+    *,
+    doing: Callable[[str], None] = lambda _phase: None,
+    take_over: bool = False,
+) -> Iterator[Prepared]:
+    """Check storage and the job, and plan; what is begun meanwhile ends with the context.
 
-    The cut is stored beside it, for a manager that takes over and gives it to new workers. RunDirError if that fails.
+    A run that has begun may still live: its job is not loaded and no shape is planned before that is known.
+    ``if_changed``: what to do if the job is not the one that the run began with. ``doing``: tells the user the next
+    phase. InputError: the run cannot begin. CheckpointError: storage does not answer, and the run is new. In both cases
+    nothing was started or written.
     """
-    path = run_dir / CODE / f"{code.sha256}.zip"
-    try:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-    except OSError as error:
-        raise not_writable(path.parent, error) from error
-    write_in_run_dir(path, code.archive)
-    if cut is not None:
-        write_in_run_dir(path.with_suffix(_CUT), cut.content)
+    check_free(inputs.run_dir)
+    is_new, url = not is_run(inputs.run_dir), inputs.request.checkpoint_url
+    unpack = inputs.cloud is not None
+    code = TrainedCode(inputs.request.job, inputs.profile, inputs.job_files, if_changed, doing, unpack=unpack)
+    prices, machines = inputs.prices(), None
+    with ExitStack() as ending:
+        if is_new and url is not None:
+            # this is first because the job takes longer, and because files left after a wrong key would be in the way
+            if not take_over:
+                Lease(url, this_process("", inputs.run_dir)).check_free()
+            find_whole(url)
+        if is_new:
+            machines = _begin_machines(inputs, ending)
+        if is_new or not inputs.profile.units:  # a job that cannot run leaves nothing behind
+            code.check()
+        if (num := inputs.request.epochs) is not None:
+            steps = code.epochs(inputs.run_dir).steps_of(num)
+            inputs = replace(inputs, request=inputs.request.model_copy(update={"steps": steps}))
+        planned = cache(inputs.config)  # once, as planning for many VMs takes time; not if a run is taken over
+        if is_new:
+            _warn(inputs, planned())
+        yield Prepared(inputs, code, inputs.facts(planned), planned, prices, machines, is_new, take_over)
 
 
-def kept(run_dir: Path, sha256: str, job_path: str, *, unpack: bool = False) -> JobCode:
-    """Read the code with which a run began, as that of this job; RunDirError if it is missing or damaged."""
-    path = run_dir / CODE / f"{sha256}.zip"
-    try:
-        archive = path.read_bytes()
-    except OSError as error:
-        raise RunDirError(f"cannot be read: {error.strerror}", source=str(path)) from error
-    if hashlib.sha256(archive).hexdigest() != sha256:
-        raise RunDirError("is damaged: its digest is not its name", source=str(path))
-    code, name = split_job(job_path)
-    file = Path(code).resolve()
-    return JobCode(
-        job_path=f"{file.name}:{name}", folder=str(file.parent), sha256=sha256, archive=archive, unpack=unpack
-    )
-
-
-def kept_cut(run_dir: Path, code_sha256: str) -> HandedCut | None:
-    """Read the cut stored beside this code, or None if there is none. A worker detects a damaged cut."""
-    with suppress(OSError):
-        content = (run_dir / CODE / f"{code_sha256}{_CUT}").read_bytes()
-        return HandedCut(sha256=hashlib.sha256(content).hexdigest(), content=content)
+def _begin_machines(inputs: Inputs, ending: ExitStack) -> Processes | None:
+    """While the job is checked, let the process that forks local workers import the modules that they need."""
+    vms = inputs.cluster.vms
+    if isinstance(vms, LocalVms) and not vms.under_ray:
+        machines = machines_of(vms, None, None, inputs.run_dir, inputs.identity["JOB"])
+        assert isinstance(machines, Processes)
+        with suppress(OSError):  # the session reports the error
+            begun = machines.begin(inputs.cluster.policy.takeover_patience_s)
+            ending.callback(begun.close)
+            return replace(machines, begun=begun)
     return None
+
+
+def _warn(inputs: Inputs, config: ControllerConfig) -> None:
+    profile, vms = inputs.profile, inputs.cluster.vms
+    links = other_links(profile, vms.links, vms.rings) if vms.device == "cuda" else ()
+    types = several_types(config.type_compute_s)
+    for sentence in (*estimates(profile), *other_device(profile, vms.device), *links, *([types] if types else [])):
+        tell(f"warning: {sentence}")
+
+
+def tell(sentence: str) -> None:
+    """Tell the user something about the run, on standard error."""
+    print(sentence, file=sys.stderr)

@@ -22,7 +22,8 @@ import fsspec
 from pydantic import Field, ValidationError, field_validator
 
 from manager.run.checkpoint_location import no_checkpoint, stored_at
-from manager.run.prepared import PreparedRun, keep
+from manager.run.job_code import keep
+from manager.run.prepared import Inputs
 from manager.run.request import IfChanged, RunRequest, absolute_job, folder_of, kept_request
 from manager.run_dir import (
     COMMAND,
@@ -72,7 +73,7 @@ class Recovery(Value):
         return code
 
 
-def recovery_of(run: PreparedRun, facts: RunFacts, files: JobFiles) -> Recovery:
+def recovery_of(run: Inputs, facts: RunFacts, files: JobFiles) -> Recovery:
     """Gather the inputs of a run, without those that only this machine has; OSError if the trace is unreadable."""
     request, cluster = run.request, run.cluster
     given = cluster.model_dump(exclude={"job"}, exclude_unset=True)  # a job file names the job too

@@ -54,18 +54,13 @@ class RunRequest(Value):
     on_demand_price: float | None = Field(default=None, ge=0)
     settings: tuple[str, ...] = Field(default=(), description="KEY=VALUE each, overriding the YAML file")
 
-    @property
-    def is_job_file(self) -> bool:
-        """Whether ``job`` is a job file, which sets options instead of the command line."""
-        return is_job_file(self.job)
-
     def absolute(self) -> RunRequest:
         """Return the same request, valid from any working directory."""
         paths = {"profile": self.profile, "cluster": self.cluster, "trace": self.trace}
         resolved: dict[str, object] = {field: path.resolve() for field, path in paths.items() if path is not None}
         if self.checkpoint_url is not None:
             resolved["checkpoint_url"] = absolute_url(self.checkpoint_url)
-        job = str(Path(self.job).resolve()) if self.is_job_file else absolute_job(self.job)
+        job = str(Path(self.job).resolve()) if is_job_file(self.job) else absolute_job(self.job)
         return self.model_copy(update={"job": job, **resolved})
 
 
@@ -128,7 +123,7 @@ def run_dir_of(request: RunRequest, run_dir: Path | None) -> Path | None:
     from morph.contract.profile import load_profile
     from morph.yaml_files import load_job_file
 
-    if request.is_job_file:
+    if is_job_file(request.job):
         path = Path(request.job)
         folder, job = path.resolve().parent, load_job_file(path, request.settings).job
         if job.run_dir:

@@ -1,23 +1,15 @@
-"""Runs the sessions of a managed run, one after the other until it ends.
-
-A session starts the cluster, drives the controller and ends everything. Another one follows, after growing pauses and
-up to a limit, if the cluster was lost or the run rests without VMs.
-"""
+"""One session of a run: it opens machines, drives the controller over them, and ends everything."""
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from itertools import count
 
 from manager.controller.state.actions import Finish
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event, ManagerResumed, Tick, WorkerLost
 from manager.controller.state.state import ControllerState, Phase, initial_state
-from manager.controller.steps.recovery import PAUSES
 from manager.engine.local_vms.trace_replayer import TraceReplayer
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Driver, Observed, Observer
@@ -42,14 +34,11 @@ from manager.report.journal_reader import ledger_now
 from manager.run_dir import DEVICES, RunDir
 from morph.contract.cluster import ClusterConfig, LocalVms, ProvidedVms
 from morph.contract.emulation import EmulatedDevice
-from morph.contract.errors import ClusterError, ClusterLost
+from morph.contract.errors import ClusterError
 from morph.contract.faults import Fault, SlowSpell
 from morph.contract.messages import HandedCut, JobCode, WorkerSetup
 from morph.contract.trace import Trace
-from morph.contract.waits import Backoff
 
-RESTS = Backoff(first_s=60.0, most_s=3600.0)
-"""Rests without VMs, after consecutive sessions whose VMs achieved nothing."""
 STEPS_AFTER_TRACE = 3
 TOO_FEW_LEFT = "too few VMs are left, and the trace brings no more"
 
@@ -76,7 +65,7 @@ def take_over(found: FoundRun, machines: Machines, replayer: TraceReplayer, driv
 
 
 @dataclass(frozen=True)
-class RunSpec:
+class SessionSpec:
     """A description of a run and its machines. All of it was checked before.
 
     ``stop_with_trace``: the run ends, saved and resumable, some steps after the trace's last event. ``patient_trace``:
@@ -113,16 +102,16 @@ class RunSpec:
 
 
 def run_session(
-    spec: RunSpec,
+    spec: SessionSpec,
     run_dir: RunDir,
-    observer: Observer,
+    *observers: Observer,
     attend: Callable[[VmFleet], Observer] | None = None,
     found: FoundRun | None = None,
 ) -> Finish:
     """Run one session of a job to its end; blocks. The first SIGINT, SIGTERM or SIGHUP asks for a clean stop.
 
-    The caller holds ``run_dir`` until this returns. ``observer``: called after each decision. ``attend``: makes one
-    more observer for experiments, which may request and revoke VMs. ``found``: the run that a killed manager left, to
+    The caller holds ``run_dir`` until this returns. ``observers``: called in turn after each decision. ``attend``:
+    makes one more for experiments, which may request and revoke VMs. ``found``: the run that a killed manager left, to
     be continued. Its configuration applies, not the spec's.
     ClusterError: Ray, or its replacement, does not start. ClusterLost: the session's machines are lost; nothing of the
     session is left running. TakeoverFailed: the run that was found cannot be continued; nothing of it is left running.
@@ -132,7 +121,7 @@ def run_session(
     ending = ExitStack()  # closes what was opened, in reverse
     session: Session | None = None
     try:
-        session = Session(spec, run_dir, observer, found, ending)
+        session = Session(spec, run_dir, observers, found, ending)
         if attend is not None:
             session.observers.append(attend(session.replayer.fleet))
         with stopping_on_signals(session.driver.request_stop):
@@ -154,7 +143,12 @@ class Session:
     """
 
     def __init__(
-        self, spec: RunSpec, run_dir: RunDir, observer: Observer, found: FoundRun | None, ending: ExitStack
+        self,
+        spec: SessionSpec,
+        run_dir: RunDir,
+        observers: Sequence[Observer],
+        found: FoundRun | None,
+        ending: ExitStack,
     ) -> None:
         self._spec, self._run_dir, self._found, self._ending = spec, run_dir, found, ending
         open_machines = spec.machines or machines_of(
@@ -168,15 +162,16 @@ class Session:
         ending.callback(write_last_facts, self._event_queue, self._journal)
         ending.callback(forget_attachment, run_dir)
         self._slots = _device_slots(spec, run_dir)
+        self._stop_at: int | None = None
         self.machines = self._open(open_machines)
         moment = found.moment if found else spec.played
         types = spec.cluster.vms.node_types if isinstance(spec.cluster.vms, LocalVms) else ()
         self.replayer = TraceReplayer(self.machines.vms, spec.trace, self._event_queue, moment, types)
         ending.callback(self.replayer.close)
         self._provisioning = self._open_provisioning() if spec.config.target_nodes else None
-        self.observers: list[Observer] = [self._run_clock, observer, self._stop_when_hopeless]
+        self.observers: list[Observer] = [self._run_clock, *observers, self._stop_when_hopeless]
         if spec.stop_with_trace:
-            self.observers.append(_StopWithTrace(self.replayer))
+            self.observers.append(self._stop_with_trace)
         provided = self.machines.provided
         self.driver = Driver(
             found.state if found else initial_state(spec.config),
@@ -310,12 +305,20 @@ class Session:
         if waits and self.replayer.finished and not self._is_warming(state):
             observed.request_stop(TOO_FEW_LEFT)
 
+    def _stop_with_trace(self, observed: Observed) -> None:
+        """End the run ``STEPS_AFTER_TRACE`` steps after the trace was played."""
+        state = observed.decision.state
+        if self._stop_at is None and self.replayer.finished and state.phase is Phase.TRAINING:
+            self._stop_at = state.version + STEPS_AFTER_TRACE
+        if self._stop_at is not None and state.version >= self._stop_at and state.stop_reason is None:
+            observed.request_stop("the trace is over")
+
     def _is_warming(self, state: ControllerState) -> bool:
         """Return whether a VM boots or its worker warms up."""
         return self.replayer.fleet.booting or any(not worker.ready for worker in state.workers.values())
 
 
-def with_resumed_trace(spec: RunSpec, run_dir: RunDir) -> RunSpec:
+def with_resumed_trace(spec: SessionSpec, run_dir: RunDir) -> SessionSpec:
     """Return a spec that continues the trace from where it was when the cluster was lost, with the VMs of that time."""
     with Journal.open(run_dir.journal_path, read_only=True) as journal:
         moment = trace_moment(journal)
@@ -328,131 +331,10 @@ def with_resumed_trace(spec: RunSpec, run_dir: RunDir) -> RunSpec:
     return replace(spec, config=config, played=moment)
 
 
-class _StopWithTrace:
-    """Asks for the end ``STEPS_AFTER_TRACE`` steps after the trace was played."""
-
-    def __init__(self, replayer: TraceReplayer) -> None:
-        self._replayer = replayer
-        self._stop_at: int | None = None
-
-    def __call__(self, observed: Observed) -> None:
-        state = observed.decision.state
-        if self._stop_at is None and self._replayer.finished and state.phase is Phase.TRAINING:
-            self._stop_at = state.version + STEPS_AFTER_TRACE
-        if self._stop_at is not None and state.version >= self._stop_at and state.stop_reason is None:
-            observed.request_stop("the trace is over")
-
-
-def _device_slots(spec: RunSpec, run_dir: RunDir) -> tuple[str, ...]:
+def _device_slots(spec: SessionSpec, run_dir: RunDir) -> tuple[str, ...]:
     """Return shares of this machine's CUDA devices, if local VMs use them: one for each VM of the plan."""
     vms = spec.cluster.vms
     if not isinstance(vms, LocalVms) or vms.device == "cpu" or spec.emulation is not None:
         return ()
     num_vms = max(spec.trace.max_nodes, vms.keep or vms.num_vms)
     return device_slots(cuda_devices(), num_vms, run_dir.path / DEVICES)
-
-
-class Restarts:
-    """Counts the attempts since a step was last decided. It observes every session.
-
-    ``give_up_after_s``: the run ends if no step is decided for this time after the cluster was lost. ``clock``:
-    monotonic, in seconds. ``rest_at_most_s``: the longest rest without VMs of a run that decides no step. ``has_run``:
-    whether a session has decided anything yet.
-    """
-
-    def __init__(
-        self, give_up_after_s: float, clock: Callable[[], float] = time.monotonic, rest_at_most_s: float = 0.0
-    ) -> None:
-        self._give_up_after_s, self._rest_at_most_s = give_up_after_s, rest_at_most_s
-        self._resting_since_s: float | None = None
-        self._num_rests = 0
-        self._clock = clock
-        self._since_s: float | None = None
-        self._num_tries = 0
-        self._version: int | None = None
-        self._stopping = False
-        self._goes_on = self.has_run = False
-
-    def begin_at(self, version: int) -> None:
-        """Record that a session begins at this version; above 0 a cluster was up before, so a lost one is replaced."""
-        self._goes_on = version > 0
-
-    def __call__(self, observed: Observed) -> None:
-        """Record a decision; a new step resets the count of attempts."""
-        self.has_run = True
-        state = observed.decision.state
-        version = state.version
-        if state.failing is None or not state.failing.final:  # a final error stops the run as well
-            self._stopping = state.stop_reason is not None
-        if self._version is not None and version > self._version:
-            self._since_s, self._num_tries = None, 0
-            self._resting_since_s, self._num_rests, self._goes_on = None, 0, True
-        self._version = version
-
-    def rest_s(self) -> float | None:
-        """Return how long to rest without VMs; None: the run never decided a step, or has rested long enough."""
-        now_s = self._clock()
-        since_s = self._resting_since_s = now_s if self._resting_since_s is None else self._resting_since_s
-        if not self._goes_on or now_s >= since_s + self._rest_at_most_s:
-            return None
-        self._num_rests += 1
-        self._version = None
-        return RESTS.pause_s(self._num_rests - 1)
-
-    def pause_s(self, error: ClusterError) -> float:
-        """Return how long to wait before the next attempt; the first follows at once.
-
-        ClusterError: ``error`` itself, if the run never had a cluster or was stopping anyway; or that the limit is
-        reached.
-        """
-        never_up = not (self._num_tries or self._goes_on or isinstance(error, ClusterLost))
-        if self._stopping or never_up:
-            raise error
-        now_s = self._clock()
-        self._since_s = now_s if self._since_s is None else self._since_s
-        if now_s >= self._since_s + self._give_up_after_s:
-            limit = f"{self._give_up_after_s:g} s (policy.give_up_after_s of the cluster file)"
-            raise ClusterError(
-                f"{error}; no step was decided for {limit}; the same command continues from the newest checkpoint"
-            ) from error
-        pause_s = PAUSES.pause_s(self._num_tries - 1) if self._num_tries else 0.0
-        self._num_tries += 1
-        self._version = None  # the next session may begin at an earlier one
-        return pause_s
-
-
-def run_until_it_ends(session: Callable[[int], Finish], restarts: Restarts, tell: Callable[[str], None]) -> Finish:
-    """Run one session after another until one ends for good, or a signal asks for a stop between two sessions.
-
-    ``session``: runs the session of this number, from 0. ``tell``: called with a sentence when a cluster is lost or the
-    run rests. ClusterError: the cluster never came up, or the limit is reached.
-    """
-    for number in count():
-        try:
-            finish = session(number)
-            rest_s = restarts.rest_s() if finish.rests else None
-            if rest_s is None:
-                return finish
-            pause_s = rest_s
-            tell(f"{finish.sentence}; the run rests without VMs, and tries again in {pause_s:g} s")
-        except ClusterError as error:
-            pause_s = restarts.pause_s(error)
-            when = f"in {pause_s:g} s" if pause_s else "at once"
-            tell(f"{error}; the run goes on from its newest checkpoint {when}")
-        requested = _wait(pause_s)
-        if requested is not None:
-            return Finish(outcome="stopped", sentence=f"{requested} before the run had a cluster again")
-    raise AssertionError("an endless count ended")
-
-
-def _wait(pause_s: float) -> str | None:
-    requested: list[str] = []
-    stop = threading.Event()
-
-    def note(reason: str) -> None:
-        requested.append(reason)
-        stop.set()
-
-    with stopping_on_signals(note):
-        stop.wait(pause_s)
-    return requested[0] if requested else None

@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
     from morph.cutting.cuts.report import CutReport
 
+WIDTH = 100
+
 
 def cut_command(
     job: JobArgument,
@@ -37,7 +39,7 @@ def cut_command(
       morph cut configs/jobs/tiny_gpt.py:job
       morph cut configs/jobs/gpt2_big.py:gpt2_8_3b -k 24 --png cuts.png
     """
-    from rich.console import Console
+    from morph.tables import wide_console
 
     if png is not None:
         check_output(png, JobError)
@@ -49,7 +51,7 @@ def cut_command(
     if as_json:
         print(json.dumps(asdict(report)))
         return
-    console = Console()
+    console = wide_console(WIDTH)
     console.print(_section_table(report))
     if report.cuts:
         console.print(_cut_table(report))
@@ -66,7 +68,7 @@ def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutRe
     from morph.cutting.cache.cut_job import LoadedJob
     from morph.cutting.cuts.report import report_cuts
     from morph.jobs.files import imported_once
-    from morph.machine_memory import available_bytes
+    from morph.machine import available_bytes
     from morph.preflight.checks import CutJob, Effort, check, users_code
 
     with users_code(job_path), imported_once(job_path):
@@ -136,7 +138,8 @@ def _notes(report: CutReport) -> list[str]:
     tied = [f"{unit} ({', '.join(names)})" for unit, names in report.tied_units]
     shares = [section.compute_share for section in report.sections]
     lines = [
-        "again: cheap operations without weights or random numbers that each section computes for itself",
+        "again: cheap operations without weights or random numbers that each section computes for itself; loads: "
+        "what the section reads of a batch",
         f"kinds of sections: {kinds} of {len(shares)}; only one of each kind is measured",
         f"balance: the largest section has {max(shares) * len(shares):.2f} times its even share of compute",
         f"tied weights: {'; '.join(tied) or 'none'}",

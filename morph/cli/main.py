@@ -82,6 +82,11 @@ the empty name. They are found by name when they are called, so that nothing her
 
 AT_START = "manager.host.folders:sweep"
 """What runs before each command."""
+OFFERED = {
+    "commit round": "manager.engine.on_processes.commit_round:measure_commit_round",
+    "followers": "manager.run.controller_config:redundancy_line",
+}
+"""What only the manager knows, for commands of the rooms below it: see ``offered``."""
 
 
 class _Root(MorphGroup):
@@ -122,12 +127,14 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def root(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
 ) -> None:
     """Give the root command its options, and remove what killed runs of this user left; its help is HELP."""
     del version  # the callback has printed it
+    context.obj = OFFERED
     found_by_name(AT_START)()
 
 

@@ -44,7 +44,7 @@ def trace_deps_command(
     from morph.cutting import cut, export_job
     from morph.jobs.files import imported_once
     from morph.jobs.job import load_job
-    from morph.machine_memory import available_bytes
+    from morph.machine import available_bytes
     from morph.preflight.checks import CutJob, Effort, check, users_code
     from morph.tracing import micro_batch_size_of
 

@@ -38,10 +38,7 @@ class Value(BaseModel):
         return [_made(cls, {**fields, name: value}, given) for value in values]
 
     def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
-        """Return a copy with some fields replaced, without a check, faster than pydantic does.
-
-        Values derived from the fields (``cached_property``) are dropped, because they may differ.
-        """
+        """Return a copy with some fields replaced, unchecked and without derived values (``cached_property``)."""
         if deep:
             return super().model_copy(update=update, deep=True)
         update, fields = update or {}, {**self.__dict__}

@@ -314,7 +314,7 @@ class OtherVms(ProvidedVms):
 
 def market_entry_points() -> dict[str, EntryPoint]:
     """Return the markets that other packages register, by kind."""
-    return {found.name: found for found in entry_points(group="morph.markets") if found.name not in BUILT_IN}
+    return {market.name: market for market in entry_points(group="morph.markets") if market.name not in BUILT_IN}
 
 
 def _kind(vms: Any) -> str:

@@ -1,8 +1,7 @@
 """Decisions about a step that need all units: gradient norm, weights, skipping, loss scale, and the loss rules.
 
-Workers report facts of their units with ``Prepared``; the manager combines them when it decides the next version,
-and the next order carries the result. So a value over the whole model needs no collective of its own, does not
-depend on the shape, and is the same for workers that roll forward after a loss.
+Workers report facts of their units with ``Prepared``, and the next order carries what the manager decides from them. So
+a value over the whole model needs no collective of its own, and does not depend on the shape.
 """
 
 from __future__ import annotations
@@ -25,11 +24,7 @@ _LEAST_SHARE = 1e-3
 
 
 class LossScale(Value):
-    """The loss is multiplied by ``2**exponent`` before its backward, and gradients are divided by it; both are exact.
-
-    The rules are those of ``torch.amp.GradScaler``: halve when a gradient is not finite (and skip the step), double
-    after ``growth_steps`` good steps in a row.
-    """
+    """The loss is multiplied by ``2**exponent`` before its backward; the rules are ``torch.amp.GradScaler``'s."""
 
     exponent: int
     good_steps: int = Field(default=0, ge=0, description="good steps since the last change of the scale")

@@ -35,10 +35,7 @@ class MorphError(Exception):
 
 
 class InputError(MorphError):
-    """A mistake in something that the user gave.
-
-    ``source``: file or argument that contains the value. ``field``: dotted name. The value is shown with ``repr``.
-    """
+    """A mistake in something that the user gave: in the file or argument ``source``, at the dotted name ``field``."""
 
     def __init__(
         self,
@@ -154,5 +151,5 @@ def printable(text: str) -> str:
     return _CONTROL.sub(_escape, text) if _CONTROL.search(text) else text
 
 
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()

@@ -28,10 +28,7 @@ class BestRule(Value):
 
 
 class EvaluationSize(Value):
-    """The times of a job's evaluations, their number of micro-batches of training's size, and their consequences.
-
-    ``finishes``: the job computes metrics of the whole evaluation (``Job.eval_metrics``).
-    """
+    """When a job is evaluated, and on how much; ``finishes``: it computes whole metrics (``Job.eval_metrics``)."""
 
     every_steps: int | None = Field(default=None, ge=1)
     every_samples: int | None = Field(default=None, ge=1, description="training samples between two evaluations")
@@ -66,10 +63,7 @@ class Best(Value):
 
 
 class Judged(Value):
-    """The outcome of the evaluations up to version ``last_version``; like the weights, it is part of a checkpoint.
-
-    ``num_worse``: evaluations in a row that were not better, by ``BestRule.min_delta``, than the best before them.
-    """
+    """The outcome of the evaluations up to ``last_version``; ``num_worse``: those in a row that were not better."""
 
     last_version: int = Field(default=0, ge=0)
     best: Best | None = None

@@ -10,11 +10,7 @@ from morph.contract.base import Value
 
 
 class Fault(Value):
-    """A scheduled fault, for tests: the worker kills itself with SIGKILL when it reaches the phase.
-
-    Or it raises an error there, as torch does when a device has no memory left or is lost. ``nth`` picks the nth
-    arrival at the phase within the step (0 = first).
-    """
+    """A scheduled fault, for tests: SIGKILL or an error of torch, at the ``nth`` arrival (from 0) at a phase."""
 
     worker: str
     phase: Literal[

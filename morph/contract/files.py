@@ -23,11 +23,7 @@ _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
 def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
-    """Write or replace a file atomically: a reader sees the old or the new content. Text is written as UTF-8.
-
-    The file's folder must exist. ``mode``: permissions before the umask. After an OSError nothing was changed or left
-    behind.
-    """
+    """Write or replace a file atomically, in an existing folder; after an OSError everything is as it was."""
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     data = content.encode() if isinstance(content, str) else content
     try:
@@ -42,11 +38,7 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
 
 @contextmanager
 def locked(path: Path, limit_s: float, tell: Callable[[str], None] = lambda _: None) -> Iterator[None]:
-    """Hold the lock of a file, which is made if it is missing and names its holder; the kernel frees a dead one's lock.
-
-    ``path``: the file; its folder must exist. ``tell``: called once with a sentence that names the holder, if another
-    process holds the lock. Raises WaitTimeout if another process holds the lock for so long.
-    """
+    """Hold the lock of a file, which is made if missing; ``tell`` is given its holder. Raises WaitTimeout."""
     until_s, holder = time.monotonic() + limit_s, ""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE), "r+") as file:
         while True:

@@ -1,7 +1,4 @@
-"""The events of a run for trackers and callbacks, read from its journal, each once.
-
-``step`` is always the number of applied steps: 1 after the first. A step that runs again after a loss is reported once.
-"""
+"""The events of a run for trackers and callbacks, each once, read from its journal; ``step`` counts applied steps."""
 
 from __future__ import annotations
 
@@ -73,10 +70,7 @@ class Trouble(Value):
 
 
 class RunEnded(Value):
-    """A session of the run is over.
-
-    ``rests``: the run waits without VMs until the manager retries. ``at_limit``: a limit set by the user is reached.
-    """
+    """A session of the run is over; ``rests``: it waits without VMs for a retry; ``at_limit``: the user's limit."""
 
     step: int = Field(ge=0)
     time_s: float

@@ -1,7 +1,4 @@
-"""Facts that identify the job of a run and its data sets, and how its epochs divide into steps.
-
-A step has its own number of samples, the same in every shape.
-"""
+"""Facts that identify the job of a run and its data sets, and how its epochs divide into steps, in any shape."""
 
 from __future__ import annotations
 
@@ -16,10 +13,7 @@ EpochEnd = Literal["fill", "short", "drop"]
 
 
 class Epochs(Value):
-    """The division of a job's epochs into steps.
-
-    ``batch_size``: M, the samples of a whole step. ``end``: what happens to the samples that do not fill a step.
-    """
+    """The division of epochs into steps of ``batch_size`` samples; ``end``: what happens to an incomplete step."""
 
     num_samples: int = Field(ge=1)
     batch_size: int = Field(ge=1)
@@ -85,10 +79,7 @@ class DataFacts(Value):
 
 
 class JobFacts(Value):
-    """Facts that identify a run's job besides its code: data sets by the job's fields, and settings as text.
-
-    ``epochs``: their division into steps, which follows from the others.
-    """
+    """Facts that identify a run's job besides its code: data sets by the job's fields, settings as text, epochs."""
 
     data: dict[str, DataFacts] = Field(default_factory=dict)
     settings: dict[str, str] = Field(default_factory=dict)

@@ -1,8 +1,6 @@
 """Determines when VMs come, are warned and are taken: according to a trace, or at a rate. Pure.
 
-``recorded`` brings its own VMs. ``Lifetimes`` and ``Removals`` take VMs that others bring. Their decisions are carried
-out in virtual time (``manager.simulation``), on local VMs (``manager.engine.local_vms.trace_replayer``), on all VMs of
-a running job, including a provider's (``manager.injection``), or on those of one script (``manager.spot``).
+``recorded`` brings its own VMs; ``Lifetimes`` and ``Removals`` take VMs that others bring.
 """
 
 from __future__ import annotations
@@ -67,11 +65,7 @@ class Lives(Protocol):
         """The time after which nothing happens."""
 
     def between(self, vms: Mapping[str, float], after_s: float, until_s: float) -> tuple[Change, ...]:
-        """Return the events in the half-open interval (``after_s``, ``until_s``], in order; each VM is taken at most
-        once.
-
-        ``vms``: the present VMs, each with the time at which it came.
-        """
+        """Return the events in (``after_s``, ``until_s``], in order; ``vms``: the present VMs and when they came."""
 
 
 @dataclass(frozen=True)
@@ -115,9 +109,7 @@ class Lifetimes:
 
 @dataclass(frozen=True)
 class Removals:
-    """Takes as many VMs at once as a trace does, at its times after ``start_s``, but brings none; the seed picks the
-    VMs.
-    """
+    """Takes as many VMs at once as a trace does, at its times after ``start_s``; the seed picks them."""
 
     seed: int
     trace: Trace
@@ -145,10 +137,7 @@ def by_name(seed: int, mttp_s: float) -> LifeS:
 
 
 class InOrder:
-    """Draws lifetimes with this mean from one generator, in the order of the first question about each VM.
-
-    So the lifetimes of a script's VMs, whose names differ from run to run, depend only on the seed.
-    """
+    """Draws lifetimes in the order of the first question about each VM, so that they do not depend on VMs' names."""
 
     def __init__(self, seed: int, mttp_s: float) -> None:
         self._random, self._rate_per_s = random.Random(seed), 1 / mttp_s

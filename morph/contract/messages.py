@@ -336,10 +336,7 @@ def weights_of(losses: Iterable[MicroBatchLoss]) -> dict[int, float]:
 
 
 class Evaluation(Value):
-    """The share of one last stage in an evaluation of the version that it held before the work of the order.
-
-    ``finishes``: metrics of the whole evaluation follow, as ``finished`` of a later answer.
-    """
+    """The share of one last stage in an evaluation; ``finishes``: metrics of the whole follow in a later answer."""
 
     version: Version
     num_micro_batches: int = Field(ge=1, description="micro-batches of all replicas")
@@ -395,11 +392,7 @@ class Committed(Value):
 
 
 class Aborted(Value):
-    """The order was given up because the generation was aborted or a peer was lost.
-
-    ``peer_lost`` is true when this worker itself saw a connection fail. ``kept``: the worker's partial sums of an
-    undecided step.
-    """
+    """The order was given up, because the generation was aborted or, by ``peer_lost``, this worker lost a peer."""
 
     kind: Literal["aborted"] = "aborted"
     worker: WorkerId
@@ -441,10 +434,7 @@ class UnitWritten(Value):
 
 
 class Probed(Value):
-    """Answer to a probe.
-
-    ``slowdown``: the median time over the healthy time; None if an order came first, or for the reason in ``error``.
-    """
+    """Answer to a probe: the median time over the healthy time, or None, as if an order came first."""
 
     kind: Literal["probed"] = "probed"
     worker: WorkerId
@@ -454,10 +444,7 @@ class Probed(Value):
 
 
 class Heartbeat(Value):
-    """Answer to a heartbeat poll: proof of life, and the work since the last one.
-
-    ``times``: times of the micro-batches finished since then, only the newest if there are many.
-    """
+    """Answer to a heartbeat poll: proof of life, and the times of micro-batches since the last one."""
 
     worker: WorkerId
     times: MicroBatchTimes | None = None

@@ -83,10 +83,7 @@ class Expectation(Value):
 
 
 class PipelineKind(Value):
-    """Equal pipelines: the same depth, cuts and types of GPUs.
-
-    ``micro_batches``: for each of these pipelines, its number of micro-batches in a step.
-    """
+    """Equal pipelines: the same depth, cuts and types of GPUs; ``micro_batches``: of each of them, in a step."""
 
     num_stages: Count
     micro_batches: tuple[Count, ...] = Field(min_length=1)
@@ -336,8 +333,8 @@ PlanTable = Annotated[dict[PlanKey, Plan], Field(min_length=1)]
 
 def by_pool(plans: Mapping[int, Plan] | Mapping[Pool, Plan]) -> list[tuple[Pool, Plan]]:
     """Return a table's plans with their pools, the fewest GPUs first."""
-    found = [(Pool.of(key) if isinstance(key, int) else key, plan) for key, plan in plans.items()]
-    return sorted(found, key=lambda entry: (entry[0].num_gpus, entry[0]))
+    entries = [(Pool.of(key) if isinstance(key, int) else key, plan) for key, plan in plans.items()]
+    return sorted(entries, key=lambda entry: (entry[0].num_gpus, entry[0]))
 
 
 def by_need(plans: Iterable[Plan]) -> dict[Pool, Plan]:

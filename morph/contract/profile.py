@@ -303,10 +303,7 @@ class Profile(Value):
     def corrected(
         self, factors: tuple[float, ...], types: Mapping[str, tuple[float, ...]] = MappingProxyType({})
     ) -> Profile:
-        """Return the profile with each section's forward and backward longer by a factor for that section.
-
-        ``types``: the factors by node type; other node types stay unchanged.
-        """
+        """Return the profile with forward and backward of each section times a factor; ``types``: by node type."""
         sections = tuple(
             section.model_copy(
                 update={"forward": _longer(section.forward, factor), "backward": _longer(section.backward, factor)}
@@ -381,9 +378,7 @@ def other_device(profile: Profile, device: str) -> tuple[str, ...]:
 
 
 def other_links(profile: Profile, links: LinkSetting, rings: RingSetting) -> tuple[str, ...]:
-    """Return a sentence for each difference between a run's links or rings (``vms.links``, ``vms.rings``) and the
-    measured ones. Devices without their own memory have no such differences.
-    """
+    """Return a sentence for each difference between a run's links or rings and the measured ones of devices."""
     if profile.environment.host_memory_bytes is None:
         return ()
     sentence = (
@@ -429,7 +424,5 @@ def load_profile(path: Path) -> Profile:
 
 
 def write_profile(profile: Profile, path: Path, *, as_read: bool = False) -> None:
-    """Replace ``path`` with the profile, atomically; ``as_read``: without defaults for fields that were absent in its
-    file.
-    """
+    """Replace ``path`` with the profile, atomically; ``as_read``: without defaults for fields absent in its file."""
     write_output(path, profile.model_dump_json(indent=2, exclude_unset=as_read) + "\n", ProfileError)

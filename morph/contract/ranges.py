@@ -1,8 +1,4 @@
-"""Ranges of the numbers that a user gives, for types of the contract and for arguments.
-
-They are wide: they refuse wrong units, typing errors, and numbers that would overflow the simulator's nanoseconds.
-``true`` and ``"1"`` are not numbers.
-"""
+"""Ranges of the numbers that a user gives: they refuse wrong units, typing errors, and what overflows nanoseconds."""
 
 from __future__ import annotations
 

@@ -26,10 +26,9 @@ LOSSES = "losses"
 
 
 class Follow(Value):
-    """A copy on another VM: ``follower`` also holds the state of ``worker``.
+    """A copy on another VM: ``follower`` also holds the state of ``worker``, up to date before each step is decided.
 
-    ``units`` are kept up to date there, with each step's reduced gradients before the step is decided. The follower
-    already has the units of ``known``. Without units, the follower gets only partial sums.
+    It already has the units of ``known``; without ``units``, it gets only partial sums.
     """
 
     worker: str

@@ -25,11 +25,7 @@ SpanKind = Literal[
 
 
 class Span(Value):
-    """An activity, in seconds since the step's start on this worker.
-
-    ``micro_batch`` is the global number; None for activities without one (wait, reduce). A send lasts from the
-    hand-over until everything has left, a receive from its posting until everything has arrived.
-    """
+    """An activity, in seconds since the step's start on this worker; ``micro_batch`` is the global number."""
 
     kind: SpanKind
     micro_batch: int | None = None
@@ -60,11 +56,7 @@ class Peaks(Value):
 
 
 class StepTimeline(Value):
-    """One worker's timeline of one step.
-
-    ``start_ns`` is the wall clock (``time.time_ns``) at the step's start; spans count from there on a monotonic clock.
-    So timelines of several workers match as well as their machines' clocks agree; on one machine, exactly.
-    """
+    """One worker's timeline of one step; ``start_ns``: the wall clock at its start, spans count on a monotonic one."""
 
     worker: str
     stage: Count
@@ -95,10 +87,7 @@ class ComputeTimes(Value):
 
 
 class MicroBatchTimes(Value):
-    """Wall-clock seconds of a worker's micro-batches, in the order in which they finished.
-
-    One entry each; ``recompute_s`` is 0 if there was no recompute.
-    """
+    """Wall-clock seconds of a worker's micro-batches, in the order in which they finished, one entry each."""
 
     generation: int
     forward_s: tuple[float, ...]

@@ -79,7 +79,7 @@ class Trace(Value):
     @property
     def duration_s(self) -> float:
         """End of the recording: the end event, or the time of the last event or price."""
-        return max((*(told[-1].time_s for told in (self.events, self.prices) if told), self.end_s or 0.0))
+        return max((*(lines[-1].time_s for lines in (self.events, self.prices) if lines), self.end_s or 0.0))
 
     @property
     def max_nodes(self) -> int:
@@ -107,10 +107,7 @@ class Trace(Value):
         return dict(prices)
 
     def at_most(self, num_vms: int) -> Trace:
-        """Return the trace for a user with at most so many VMs at once, who replaces each lost one by a present one.
-
-        The replacement is the VM that came first. A notice keeps its time, or comes when the VM is taken.
-        """
+        """Return the trace for a user of at most so many VMs, who replaces each lost one by the VM that came first."""
         waiting: dict[str, TraceEvent] = {}
         taken: set[str] = set()
         events: list[TraceEvent] = []
@@ -208,8 +205,7 @@ def _line(row: dict[str, str], where: str) -> TraceEvent | TracePrice | TraceEnd
 def check_order(lines: Sequence[tuple[str, TraceEvent | TracePrice | TraceEnd]], unit: str = "s") -> None:
     """Check that lines, each with its place in the file, are in time order, and that VMs leave after they came.
 
-    ``unit``: of the file's times, ``s`` or ``ms``. Raises TraceError naming the line. Times are checked first: in an
-    unsorted file VMs seem to leave before they come.
+    ``unit``: of the file's times, ``s`` or ``ms``. Raises TraceError naming the line.
     """
     scale = 1000 if unit == "ms" else 1
     for (_, before), (where, line) in pairwise(lines):
@@ -259,9 +255,7 @@ def load_trace(path: Path) -> Trace:
 
 
 def write_trace(trace: Trace, path: Path) -> None:
-    """Write the CSV form, with times in full, so that reading them gives the same trace; without columns that would be
-    empty.
-    """
+    """Write the CSV form, with times in full and without columns that would be empty."""
     columns = [*HEADER[:6]]
     if any(event.notice_s is not None for event in trace.events):
         columns.append("notice_s")

@@ -1,8 +1,4 @@
-"""Names of workers and their VMs: a worker drives one device, and a VM has one or several.
-
-The only worker of a VM has the VM's name; several workers are named ``VM.d0``, ``VM.d1``, ... A local VM that comes
-back gets a new name, ``VM.2``.
-"""
+"""Names of workers: the VM's, or ``VM.d0``, ``VM.d1``, ... if it has several; a local VM that returns is ``VM.2``."""
 
 from __future__ import annotations
 
@@ -28,8 +24,8 @@ def workers_of(vm: str, num_devices: int) -> tuple[str, ...]:
 @lru_cache(maxsize=2**14)
 def vm_of(worker: str) -> str:
     """Return the VM of a worker."""
-    found = _OF_SEVERAL.fullmatch(worker) if ".d" in worker else None
-    return found["vm"] if found else worker
+    match = _OF_SEVERAL.fullmatch(worker) if ".d" in worker else None
+    return match["vm"] if match else worker
 
 
 def beside(worker: str, workers: Iterable[str]) -> tuple[str, ...]:

@@ -1,7 +1,6 @@
 """Cut the user's model into sections: export it, find cheap and even cut positions, build one module per section.
 
-Exporting and cutting are imported on first use: they load ``torch.export`` and a computer algebra system, which takes a
-second of processor time that a process without need for them saves.
+These are imported on first use, because ``torch.export`` takes a second to load.
 """
 
 from __future__ import annotations

@@ -59,11 +59,9 @@ class CutJob:
 
 @dataclass(frozen=True, kw_only=True)
 class Effort:
-    """How much a command spends on its checks.
+    """How much a command spends on its checks; ``say``: called with a sentence when a check begins.
 
-    ``quick``: whether to skip checks that take more than some seconds. The loss of a model with more than
-    ``most_parameters`` is not tried. ``refuse``: whether to refuse a job whose step mixes sections; otherwise the
-    report says so. ``say``: called with a sentence when a check begins.
+    The loss of a model with more than ``most_parameters`` is not tried. ``refuse``: a job whose step mixes sections.
     """
 
     memory_bytes: int
@@ -77,12 +75,7 @@ class Effort:
 
 @dataclass(frozen=True)
 class Report:
-    """The result of checking a job that may start; None stands for a check that was not made.
-
-    ``warnings``: sentences on several optimizers, on data that is slow to read or does not divide into steps, on a loss
-    or metric that is neither a mean over samples nor a total with its weight, and on needless attention masks that
-    exclude flash kernels.
-    """
+    """The result of checking a job that may start; None stands for a check that was not made."""
 
     settings: dict[str, str] = field(default_factory=dict)
     dependencies: DependencyReport | None = None
@@ -118,9 +111,7 @@ class Check:
 def check(checked: CutJob, effort: Effort) -> Report:
     """Carry out the checks that a command needs, the cheapest first, and return the report.
 
-    Raises JobError if an optimizer, a schedule or data cannot be used, a step mixes sections (unless that is only
-    reported), a loss or a plain model fails on real samples, or a model mixes packed documents; ExportError if the
-    sections do not compute the same as the plain model.
+    Raises JobError, or ExportError if the sections do not compute the same as the plain model.
     """
     report = Report()
     for entry in CHECKS:
@@ -185,8 +176,8 @@ def _loss(checked: CutJob, effort: Effort, report: Report) -> Report:
     if num_elements(checked.model) + frozen > effort.most_parameters:
         return report
     check_packed(checked.job)
-    found = (f"warning: {sentence}" for sentence in loss_warnings(checked.job))
-    return replace(report, warnings=(*report.warnings, *found))
+    warnings = (f"warning: {sentence}" for sentence in loss_warnings(checked.job))
+    return replace(report, warnings=(*report.warnings, *warnings))
 
 
 def _comparison(checked: CutJob, effort: Effort, report: Report) -> Report:
@@ -215,8 +206,7 @@ CHECKS = (
 def users_code(job_path: str) -> Iterator[None]:
     """Run code that imports or exports a job: it cannot end the process, and a refusal stays one line.
 
-    torch logs and prints whole graphs when it refuses a model. So standard error is held back until the block ends, and
-    dropped if an ``ExportError`` ends it, because that error says all that a user needs.
+    Standard error, where torch prints graphs, is held back, and dropped if an ``ExportError`` ends the block.
     """
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

@@ -46,11 +46,7 @@ def compare_once(job: Job, exported: ExportedJob, model: CutModel, limits: Limit
 def comparison_key(
     job: Job, exported: ExportedJob, fingerprint: str, device: torch.device, settings: Mapping[str, str]
 ) -> str:
-    """Return a key of the cut model, its training settings, the code behind it, and the software that runs it.
-
-    The code is that of the files that define job and model, with their classes and functions, and of all other modules
-    loaded from the job's folder.
-    """
+    """Return a key of the cut model, its training settings, the code behind it, and the software that runs it."""
     lines = [fingerprint, torch.__version__, morph.__version__, platform.python_version(), device.type]
     lines += sorted(f"{name} {value}" for name, value in settings.items())
     names = set(_module_names(job, exported))

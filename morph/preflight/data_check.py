@@ -46,10 +46,7 @@ _COLLATED_AGAIN = (
 
 
 def check_data(job: Job) -> None:
-    """Read some samples of training and of evaluation twice, and once more from a data set that is built anew.
-
-    The batches that ``collate_fn`` makes of these samples, and the order of a sampler, are also made twice.
-    """
+    """Read some samples twice, and from a data set that is built anew; collate and order them twice."""
     fields: tuple[DataField, ...] = ("dataset", "eval_data")
     for field in fields:
         if getattr(job, field) is not None:
@@ -61,8 +58,8 @@ def check_data(job: Job) -> None:
 def reading_warnings(job: Job) -> tuple[str, ...]:
     """Return warnings for data sets that can be read only from their beginning, which is slow."""
     fields: tuple[DataField, ...] = ("dataset", "eval_data")
-    found = [reading_warning(data_of(job, field), field) for field in fields if getattr(job, field) is not None]
-    return tuple(sentence for sentence in found if sentence is not None)
+    warnings = [reading_warning(data_of(job, field), field) for field in fields if getattr(job, field) is not None]
+    return tuple(sentence for sentence in warnings if sentence is not None)
 
 
 def epoch_notes(job: Job) -> tuple[str, ...]:
@@ -151,14 +148,14 @@ def _check_order(job: Job) -> None:
         )
 
 
-def _differing(one: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
-    keys = sorted(one.keys() | other.keys())
-    return [key for key in keys if key not in one or key not in other or not _same(one[key], other[key])]
+def _differing(first: dict[str, Tensor], other: dict[str, Tensor]) -> list[str]:
+    keys = sorted(first.keys() | other.keys())
+    return [key for key in keys if key not in first or key not in other or not _same(first[key], other[key])]
 
 
-def _same(one: Tensor, other: Tensor) -> bool:
+def _same(first: Tensor, other: Tensor) -> bool:
     try:
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+        torch.testing.assert_close(first, other, rtol=0, atol=0, equal_nan=True)
     except AssertionError:
         return False
     return True

@@ -21,10 +21,8 @@ _DROPOUT = {"dropout_p", "dropout"}
 class EqualDraws(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does not annotate it
     """Draws the same constant for each sample, keeps all of a dropout, and gives batch norm mean 0 and variance 1.
 
-    A draw from a distribution that a tensor describes gives its mean or likeliest element, which depends on each sample
-    alone. So the loss of a batch can be compared with the losses of its samples, in training mode. ``coarsest``: the
-    largest ``eps`` of the floating-point types used in the computation. ``has_other_backward``: whether there was a
-    batch norm or a draw whose backward does not fit its changed result.
+    A draw from a distribution that a tensor describes gives its mean or likeliest element. ``coarsest``: the largest
+    ``eps`` of the types used. ``has_other_backward``: a backward does not fit its changed result.
     """
 
     def __init__(self) -> None:

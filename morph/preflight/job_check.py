@@ -23,29 +23,22 @@ from morph.data.loader import ROWS_S, data_facts, order_of
 from morph.jobs.files import held, split_job
 from morph.jobs.job import Job
 from morph.jobs.snapshot import from_elsewhere
-from morph.machine_memory import available_bytes
+from morph.machine import available_bytes
 from morph.preflight.checks import TRIED_BEFORE_RUNS, CutJob, Effort, check, users_code
 
 
 @dataclass(frozen=True)
 class CheckedJob:
-    """The result of checking a job.
-
-    ``facts``: the facts that identify the job. ``cut``: makes the cut for workers, given a micro-batch size; None: each
-    worker has to export the model.
-    """
+    """The facts that identify a job, and ``cut``, which makes the workers' cut for a micro-batch size."""
 
     facts: JobFacts
     cut: Callable[[int], HandedCut | None]
 
 
 def check_job(job_path: str, profile: Profile) -> CheckedJob:
-    """Cut the job and compare it with the profile.
+    """Cut the job and compare it with the profile; findings are kept for the same job, data and profile.
 
-    The findings are kept: a job that is the same to the byte, with the same data and profile, is not tried again.
-    JobError: the job file is wrong, or a dependency between sections is not handled. ExportError: torch.export refuses
-    the model, or its sections do not compute the same as the plain model. ProfileError: the profile is of another model
-    or another batch size.
+    Raises JobError, ExportError, or ProfileError if the profile is of another model or batch size.
     """
     before = set(sys.modules)
     torch.set_num_threads(1)
@@ -77,8 +70,8 @@ def _cut_for_workers(loaded: LoadedJob, job_path: str, num_sections: int, micro_
             return loaded.handed(num_sections, micro_batch_size)
     except CannotKeep as reason:
         print(
-            f"note: each worker exports the model itself, which makes its start as slow as the first export: Morph can "
-            f"store no model with {reason}. Training is the same; VMs join faster without it in the model",
+            f"note: workers start more slowly, because each must export the model itself: it contains {reason}, which "
+            "Morph cannot store with the cuts. Training is the same",
             file=sys.stderr,
         )
         return None
@@ -98,10 +91,7 @@ def _other_profile(
 
 @dataclass(frozen=True)
 class _Findings:
-    """Findings of a check of a job: sentences for the user, and the settings by which the findings are identified.
-
-    ``lasting``: whether another check would find the same.
-    """
+    """Sentences for the user, and the settings of the check; ``lasting``: another would find the same."""
 
     notes: tuple[str, ...]
     settings: dict[str, str]

@@ -1,8 +1,6 @@
 """Checks that the loss is a mean over samples, as Morph assumes, by running it on samples together and alone.
 
-A mean over samples gives two samples together the mean of their separate losses; any other loss differs for most pairs.
-So the pairs are chosen to be unlike: for each entry of the samples, those with the most and the fewest filled elements,
-and those with its rarest and its commonest labels.
+The pairs are chosen to be unlike: by filled elements of each entry, and by rare and common labels.
 """
 
 from __future__ import annotations
@@ -48,17 +46,10 @@ class LossFailed(Exception):
 
 @dataclass(frozen=True)
 class LossTrial:
-    """A loss to be tried.
+    """A loss to be tried, which returns a scalar or (scalar, metrics), on samples that ``read`` returns by number.
 
-    Attributes:
-        loss: Returns the loss of a batch: a scalar, or (scalar, metrics by name).
-        model: Changes that the loss makes to its buffers are undone.
-        num_samples: The size of the data set.
-        read: Returns samples by number: dicts, tuples or lists of tensors and numbers.
-        part: The name of the parts into which Morph divides a batch.
-        setting: The name of the setting that gives the size of a part.
-        gradients: Whether gradients are compared too, where the values of the loss show nothing.
-        num_left: The number of samples of a short step whose last part has one sample; 0: there is none.
+    ``part``, ``setting``: names of the parts into which Morph divides a batch, and of their size. ``gradients``:
+    whether these are compared too. ``num_left``: samples of a short step whose last part has one; 0: there is none.
     """
 
     loss: Callable[[Any], Any]
@@ -73,12 +64,10 @@ class LossTrial:
 
 
 def loss_warnings(job: Job) -> tuple[str, ...]:
-    """Try a job's loss; see ``mean_warnings``. There are no warnings if the trial fails.
+    """Try a job's loss, on a really built model; see ``mean_warnings``. No warnings if the trial fails.
 
-    The model is really built. Its weights are moved a little from their initial values, because a last layer of zeros
-    would give all samples the same loss; weights of fewer than 32 bits are widened where the model permits that.
-
-    Raises JobError if the loss fails on real numbers; an export on fake tensors does not show every error.
+    Weights are moved a little, because a last layer of zeros would give all samples the same loss. Raises JobError if
+    the loss fails on real numbers; an export on fake tensors does not show every error.
     """
     try:
         return _job_warnings(job)
@@ -129,12 +118,9 @@ def _widened(tensor: Tensor) -> Tensor:
 def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[str, ...]:
     """Run a loss on pairs of unlike samples together and alone, with equal draws and no gradients.
 
-    Samples whose own loss is not finite are left out, and a sentence says so. A model that refuses a single sample
-    (batch norm over one value) is given each sample twice. No further pair is tried after ``running_s`` of processor
-    time.
-
-    Returns a sentence for the loss, and for each metric, that is not a mean over samples. Raises LossFailed if reading
-    samples, or computing their loss, raised an error.
+    A model that refuses a single sample (batch norm over one value) is given each sample twice. No further pair is
+    tried after ``running_s`` of processor time. Returns a sentence for the loss, and each metric, that is no mean over
+    samples, and one on samples without a finite loss. Raises LossFailed.
     """
     runs, looks = _Runs(trial), _look_over(trial)
     devices = {parameter.device for parameter in trial.model.parameters() if parameter.device.type == "cuda"}
@@ -157,11 +143,9 @@ def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[s
 
 
 def _by_gradients(runs: _Runs, sets: Sequence[tuple[int, ...]]) -> list[str]:
-    """Compare gradients of samples together and alone, each parameter's by itself; return a sentence on the one that
-    differs most, if by more than rounding. There is none if gradients cannot be computed.
+    """Compare each parameter's gradients of samples together and alone; return a sentence on the worst, if any.
 
-    A small term of the loss, such as a load balancing loss with a coefficient of 1e-4, is lost in the rounding of the
-    loss's value, but not in the gradients of a router.
+    A small term, such as load balancing times 1e-4, is lost in the loss's rounding, but not in a router's gradients.
     """
     worst, shown = 0.0, ""
     for indices in sets:
@@ -265,10 +249,7 @@ class _Runs:
         return values
 
     def gradients(self, indices: tuple[int, ...]) -> dict[str, Tensor]:
-        """Return the gradients of these samples' loss, in double precision, by parameter.
-
-        Raises LossFailed if the model has a batch norm, or draws other than those of a dropout.
-        """
+        """Return the loss's gradients (float64) by parameter. Raises LossFailed for batch norm and most draws."""
         trained = {name: value for name, value in self.trial.model.named_parameters() if value.requires_grad}
         samples = [self._sample(index) for index in indices for _ in range(self.copies)]
         try:

@@ -1,8 +1,7 @@
 """Checks before training that a job made of the user's own program, such as a Trainer, trains what the program trains.
 
-The program makes some of its own steps, and Morph the same ones: with sections, accumulators and an optimizer per unit,
-as a run does, on micro-batches that are smaller than the program's batches if possible. Losses by step and weights are
-compared. Dropout is off in both, because they draw other random numbers.
+The program makes some of its steps, and Morph the same, as a run does; losses and weights are compared. Dropout is off
+in both, because they draw other random numbers.
 """
 
 from __future__ import annotations
@@ -51,9 +50,7 @@ _CPU = torch.device("cpu")
 
 
 def compare_with_program(program: OwnProgram, most_samples: int) -> tuple[bool, str]:
-    """Compare steps of a program, of at most so many samples each, with Morph's; return whether they were compared, and
-    a phrase on what was.
-    """
+    """Compare steps of a program, of at most so many samples each; return whether, and a phrase on them."""
     if most_samples < 1:
         return False, f"not compared with {program.call}: a sample takes too long or too much memory"
     try:
@@ -81,10 +78,7 @@ def compare_with_program(program: OwnProgram, most_samples: int) -> tuple[bool, 
 
 
 def check_padding(job: Job) -> None:
-    """Check that a sample has the same loss in the longest bucket as by itself: a program pads to its own batches.
-
-    Three steps of few samples, all as long as their bucket, would not show it.
-    """
+    """Check that a sample has the same loss in the longest bucket as by itself: a program pads to its own batches."""
     lengths = lengths_of(job)
     if lengths is None or job.own_program is None or lengths.min() == job.buckets[-1]:
         return
@@ -115,8 +109,8 @@ def _why(job: Job) -> str:
         result = job.loss(model, batch)
         return result.mean() if isinstance(result, Loss) else result
 
-    found = loss_warnings(replace(job, loss=mean, micro_batch_size=None))
-    return found[0] if found else "the model computes another loss for a part of a batch than for the whole"
+    warnings = loss_warnings(replace(job, loss=mean, micro_batch_size=None))
+    return warnings[0] if warnings else "the model computes another loss for a part of a batch than for the whole"
 
 
 def _micro_batch_sizes(job: Job) -> tuple[int, ...]:

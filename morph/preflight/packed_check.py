@@ -28,8 +28,7 @@ balancing loss, which is one of the whole batch in a plain loop too, changes a r
 def check_packed(job: Job) -> None:
     """Run the loss of one document behind another and alone, in evaluation mode, and compare gradients.
 
-    The labels of the other document are ignored, so that the loss is that of one document whatever divides it. A data
-    set without labels, or without a sample of two documents, is not examined, nor a loss that fails in this mode.
+    A data set without labels, or without two documents in a sample, is not examined, nor a loss that fails.
     """
     data = data_of(job)
     if not isinstance(data, Packed):
@@ -68,11 +67,11 @@ def _gradients(job: Job, model: nn.Module, sample: dict[str, Tensor]) -> dict[st
     batch = recipe_of(job).batch([sample], [(0, 0)], "dataset()")
     loss, _ = values_of(job.loss(model, batch.form.build(batch.entries)))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    found = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
-    return {name: gradient for name, gradient in zip(trained, found, strict=True) if gradient is not None}
+    gradients = torch.autograd.grad(loss, list(trained.values()), allow_unused=True)
+    return {name: gradient for name, gradient in zip(trained, gradients, strict=True) if gradient is not None}
 
 
-def _relative(one: Tensor | None, other: Tensor) -> float:
+def _relative(gradient: Tensor | None, other: Tensor) -> float:
     """Return the size of the difference, in sizes of ``other``; 0 where that is nothing but rounding."""
     size = float(other.double().norm())
-    return 0.0 if one is None or size < 1e-9 else float((one.double() - other.double()).norm()) / size
+    return 0.0 if gradient is None or size < 1e-9 else float((gradient.double() - other.double()).norm()) / size

@@ -1,12 +1,8 @@
 """Checks before training that a job's sections compute the same loss, gradients and next weights as the plain model.
 
-Both get the same weights, samples and random numbers: torch's generator is seeded once, and the sections draw one after
-the other as the parts of the whole model do. Attention uses its plain kernel on both sides, because a trace has an
-``attention_mask`` even if it hides nothing, and other kernels round and draw differently. The only remaining difference
-is the order of the same sums: see ``_check``.
-
-The sections' gradients then pass, as in a run, through the accumulators and the optimizers of the parameter units: see
-``step_comparison``.
+Both get the same weights, samples and random numbers, and attention's plain kernel, since others round and draw
+differently where a trace has an ``attention_mask``. The only remaining difference is the order of the same sums: see
+``_check``; for accumulators and optimizers see ``step_comparison``.
 """
 
 from __future__ import annotations
@@ -64,10 +60,9 @@ _LACKING = re.compile(r"cuda|nvidia|triton|backend|not enough memory|out of memo
 
 @dataclass(frozen=True)
 class Limits:
-    """The limits of a comparison.
+    """The limits of a comparison; ``flops``: of all runs together, see ``QUICK_FLOPS`` and ``PATIENT_FLOPS``.
 
-    ``available_bytes``: free memory of the device. ``flops``: those of all runs together; see ``QUICK_FLOPS`` and
-    ``PATIENT_FLOPS``. ``shorten``: whether a model that is too large may be compared with fewer of its equal blocks.
+    ``shorten``: whether a model that is too large may be compared with fewer of its equal blocks.
     """
 
     available_bytes: int
@@ -79,15 +74,11 @@ class Limits:
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of a comparison.
+    """The result of a comparison: ``whole``, ``shortened`` (two of each kind of equal blocks) or ``none``.
 
-    Attributes:
-        how: ``whole``; ``shortened``: with two of each kind of equal blocks; ``none``.
-        num_seeds: The number of comparisons, each with other samples and random numbers.
-        num_steps: The number of steps after which weights were compared; 0: they were not.
-        largest: The largest difference of a gradient, or of a step, relative to its size; see ``_check``.
-        reason: Why the whole model was not compared.
-        program: What was compared with the program that the job was made of, or why nothing was; None: there is none.
+    ``num_seeds``: comparisons, each with other samples. ``num_steps``: steps before weights were compared. ``largest``:
+    the largest relative difference, see ``_check``. ``reason``: why not whole. ``program``: what was compared with the
+    user's program, or why nothing was; None: there is none.
     """
 
     how: str
@@ -267,10 +258,7 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
 
 
 class _Sides:
-    """The plain model and the sections, with the same weights, run on one micro-batch after the other.
-
-    ``trial``: the sums and steps that a run would make of the sections' gradients, if these are compared too.
-    """
+    """The plain model and the sections, with the same weights, run on one micro-batch after the other."""
 
     def __init__(self, job: Job, plain: nn.Module, trial: StepTrial | None, source: str) -> None:
         self._job, self._plain, self._trial, self._source = job, plain, trial, source
@@ -297,9 +285,7 @@ class _Sides:
             self._total[name] = self._total[name] + wide if name in self._total else wide
 
     def largest(self) -> float:
-        """Also compare a run's sums and steps of the gradients; return the largest difference. _DoesNotRun: no finite
-        loss.
-        """
+        """Also compare a run's sums and steps; return the largest difference. _DoesNotRun: no finite loss."""
         if not self._batches:
             raise _DoesNotRun("its loss is not a finite number")
         if self._trial is None or self._sums is None:
@@ -389,22 +375,21 @@ def _run_sections(
     return _Step(values[0].detach(), {name: gradient.to_dense() for name, gradient in gradients.items()})
 
 
-def _check(expected: _Step, found: _Step, source: str, which: str) -> float:
-    """Return the largest relative difference.
+def _check(expected: _Step, cut: _Step, source: str, which: str) -> float:
+    """Return the largest relative difference: a gradient may differ by a thousandth of its own norm.
 
-    A gradient may differ by a thousandth of its own norm, plus a millionth of the largest gradient of any weight: a
-    gradient that is nearly zero (that of a bias before a softmax) consists of rounding alone.
+    A millionth of the largest of any weight is added, because a gradient near zero consists of rounding.
     """
     largest_rms = max((rms(gradient) for gradient in expected.gradients.values()), default=0.0)
     differences = {}
-    for name in expected.gradients.keys() | found.gradients.keys():
-        plain, ours = expected.gradients.get(name), found.gradients.get(name)
+    for name in expected.gradients.keys() | cut.gradients.keys():
+        plain, ours = expected.gradients.get(name), cut.gradients.get(name)
         difference = rms(ours if plain is None else plain if ours is None else plain - ours)  # type: ignore[arg-type]
         of = (rms(plain) if plain is not None else 0.0) + _BESIDE_THE_LARGEST / _RELATIVE * largest_rms
         differences[name] = difference / of if difference else 0.0
     worst = sorted(differences, key=lambda name: -differences[name])
-    apart = abs(float(found.loss - expected.loss)) / max(abs(float(expected.loss)), _RELATIVE)
-    types = {gradient.dtype for side in (expected, found) for gradient in side.gradients.values()}
+    apart = abs(float(cut.loss - expected.loss)) / max(abs(float(expected.loss)), _RELATIVE)
+    types = {gradient.dtype for side in (expected, cut) for gradient in side.gradients.values()}
     allowed = max((_RELATIVE, *(_ROUNDINGS * torch.finfo(dtype).eps for dtype in types)))
     wrong = [name for name in worst if not differences[name] <= allowed]
     if apart <= allowed and not wrong:

@@ -43,10 +43,7 @@ def plain_model(job: Job, device: torch.device) -> nn.Module:
 
 
 def shortened(make: Callable[[], nn.Module]) -> nn.Module:
-    """Return the model with two modules, the first and the last, of each kind in its lists of equal blocks.
-
-    Raises JobError if it has no list of three equal blocks, and any error that ``make`` raises.
-    """
+    """Return the model with the first and last module of each kind in lists of three or more; else JobError."""
     model = make()
     left_out = 0
     inside: set[nn.Module] = set()
@@ -68,6 +65,6 @@ def _first_and_last_of_each_kind(children: list[nn.Module]) -> list[nn.Module]:
         kind = f"{child!r} {[tuple(parameter.shape) for parameter in child.parameters()]}"
         places.setdefault(kind, []).append(place)
     kept: set[int] = set()
-    for found in places.values():
-        kept.update(found if len(found) < _LEAST_BLOCKS else (found[0], found[-1]))
+    for blocks in places.values():
+        kept.update(blocks if len(blocks) < _LEAST_BLOCKS else (blocks[0], blocks[-1]))
     return [children[place] for place in sorted(kept)]

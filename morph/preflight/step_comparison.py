@@ -1,8 +1,6 @@
 """Compares how a run uses its sections' gradients, with one accumulator and one optimizer per unit, with a plain loop.
 
-The plain loop has one optimizer for all weights, as the job's function builds it, its schedule, and clipping by torch.
-Both use the mean gradients from the accumulators, because a first step of Adam turns gradients that differ only in
-rounding into steps in opposite directions.
+Both use the mean gradients from the accumulators: Adam's first step turns rounding into opposite steps.
 """
 
 from __future__ import annotations
@@ -32,10 +30,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class StepTrial:
-    """The units of a cut model in the form that a run holds, with the weights of a plain model.
-
-    There is no loss scale, because the comparison runs in the weights' own types.
-    """
+    """The units of a cut model as a run holds them, with the weights of a plain model and no loss scale."""
 
     job: Job
     model: CutModel
@@ -65,11 +60,10 @@ class StepTrial:
         return {name: gradients[name] for names, gradients in held for name in names if name in gradients}
 
     def largest_difference(self, mean: Mapping[str, Tensor], source: str) -> float:
-        """Make steps with the plain model's mean gradients by name, and return the largest difference of a weight,
-        relative to how far the steps moved it. Parameters without a gradient are left out.
+        """Make steps with the plain model's mean gradients; return the largest difference of a weight, relative to its
+        move.
 
-        Raises JobError if one optimizer for all weights gives other weights than one per unit, which the job does not
-        allow, or if the optimizer fails.
+        Raises JobError if one optimizer for all gives other weights than one per unit, or if it fails.
         """
         reduced = {unit: state.reduced for unit, state in self.states.items()}
         means = self.means()
@@ -159,7 +153,7 @@ class Sums:
     def reduce(self, num_micro_batches: int, step: int = 0) -> bool:
         """Set the states' mean gradients; False: sums overflowed, and must be computed again at scales that fit."""
         reduced = finish_all(self._accumulators, num_micro_batches, step)
-        overflowed = any(one.overflowed for one in reduced.values())
+        overflowed = any(sums.overflowed for sums in reduced.values())
         for unit, state in self._states.items():
             state.reduced = reduced[unit]
             if overflowed:

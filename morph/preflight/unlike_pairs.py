@@ -24,11 +24,7 @@ _MOST_COUNTED = 1 << 20
 
 @dataclass(frozen=True)
 class Look:
-    """The properties of one sample that matter for the choice of pairs.
-
-    ``amounts``: for each entry, by value in ``IGNORED``: how many elements differ from it; for an entry of one element,
-    its value. ``labels``: for each entry with few different values: these values.
-    """
+    """What matters of one sample: ``labels``, values of each entry with few; ``amounts``, by entry and value."""
 
     index: int
     amounts: Mapping[str, Mapping[object, float]]
@@ -52,8 +48,8 @@ def look(index: int, sample: Any) -> Look:
 
 def entries(sample: Any) -> dict[str, Tensor]:
     """Return tensors and numbers of a sample, by their key or position in it."""
-    found = flat_sample(sample, "dataset()", collated=True).entries
-    return {name if name.isdecimal() or name == ALONE else repr(name): entry for name, entry in found.items()}
+    tensors = flat_sample(sample, "dataset()", collated=True).entries
+    return {name if name.isdecimal() or name == ALONE else repr(name): entry for name, entry in tensors.items()}
 
 
 def unlike_pairs(looks: Sequence[Look]) -> list[tuple[int, int]]:
@@ -61,7 +57,7 @@ def unlike_pairs(looks: Sequence[Look]) -> list[tuple[int, int]]:
     keys = sorted(looks[0].amounts, key=lambda key: _VALUE not in looks[0].amounts[key])
     queues = [[*_extremes(looks, key), *_contrasts(looks, key)] for key in keys]
     pairs = dict.fromkeys(pair for row in itertools.zip_longest(*queues) for pair in row if pair is not None)
-    spare = [(one.index, other.index) for one, other in zip(looks[::2], looks[1::2], strict=False)]
+    spare = [(look.index, other.index) for look, other in zip(looks[::2], looks[1::2], strict=False)]
     spare = spare or [(looks[0].index, looks[0].index)]
     return [*list(pairs)[:_MOST_PAIRS], *spare[: max(0, _FEWEST_PAIRS - len(pairs))]]
 

@@ -140,7 +140,7 @@ def _dry_run(
     optimized = [replace(unit, buffers=()) for unit in model.units if unit.parameters]
     _judge(run_trials(parameters, optimized, job.optimizer, step), job, recorder)
     return (
-        (f"more than {max_real_elements:,} parameters: dependencies checked by shapes, the optimizer on smaller ones",)
+        (f"more than {max_real_elements:,} parameters: checked by shapes alone, and the optimizer on smaller ones",)
         if large
         else ()
     )

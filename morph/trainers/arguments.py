@@ -1,7 +1,6 @@
 """Defines how Morph treats each argument, method and callback of a Trainer: honoured, without effect here, or refused.
 
-The tables list what was compared with ``trainer.train()``, or has no part in it. What they do not list, for example in
-a newer transformers, is refused unless it is as transformers has it.
+What the tables do not list, for example in a newer transformers, is refused if it was changed.
 """
 
 from __future__ import annotations
@@ -49,8 +48,7 @@ COMPARED: tuple[Mapping[str, object], ...] = (
 class Rule:
     """How one argument is treated; a refused one must have its default value.
 
-    ``note``: the field of the job that the argument sets, the reason why it has no effect, or the alternative.
-    ``allowed``: if not empty, the only values that are honoured. ``instead``: what to use in place of another value.
+    ``note``: the job's field that it sets, or why it has no effect; ``allowed``: the only values, else ``instead``.
     """
 
     how: Literal["honoured", "no effect", "refused"]

@@ -25,11 +25,9 @@ _SHOWN = 'lengths=lambda data: [len(sample["input_ids"]) for sample in data], bu
 
 @dataclass(frozen=True)
 class JobCall:
-    """The call from which a job is made.
+    """The call from which a job is made, as a user begins it (``morph.hf.job(trainer``).
 
-    ``call``: its beginning, as a user writes it: ``morph.hf.job(trainer``. ``field``: the collator's name in errors.
-    ``collator``: the user's own, which the loader's may wrap. ``column``: returns the lengths that a data set has in a
-    column, or None.
+    ``field``: the collator's name in errors; ``column``: returns the lengths in a data set's column, or None.
     """
 
     call: str
@@ -52,11 +50,7 @@ class JobCall:
 def fields_of_lengths(
     loader: DataLoader[Any], others: Sequence[Any], given: Mapping[str, Any], source: JobCall
 ) -> dict[str, Any]:
-    """Return ``lengths``, ``buckets`` and ``padding``; nothing if all samples make batches of one length.
-
-    ``others``: data sets to evaluate on. ``given``: fields that the user gave; ``lengths=None`` says that lengths do
-    not vary.
-    """
+    """Return ``lengths``, ``buckets`` and ``padding``; nothing if all samples make batches of one length."""
     data, collate = loader.dataset, loader.collate_fn
     is_list = not isinstance(data, IterableDataset) and hasattr(data, "__getitem__")
     if not is_list or not {"dataset", "collate_fn"}.isdisjoint(given) or given.get("lengths", data) is None:
@@ -91,10 +85,7 @@ def _collated(collate: Any, samples: list[Any]) -> Entries:
 def _lengths_of(
     data: Any, places: Sequence[int], longest: Sequence[int], varying: Sequence[str], source: JobCall
 ) -> Callable[[Any], NDArray[np.int64]]:
-    """Return a function that returns the lengths of a data set's samples, from the entries whose length varies.
-
-    ``longest``: the lengths of the batches that the samples at ``places`` make, each by itself.
-    """
+    """Return a function that returns the lengths of a data set's samples, from entries that vary."""
     held = flat_sample(data[places[0]], "dataset()[0]", collated=True).entries
     names = [name for name in varying if name in held and held[name].dim() > 0]
     multiple = source.multiple
@@ -140,24 +131,24 @@ def _buckets(lengths: Sequence[Any], multiple: int) -> tuple[int, ...]:
     """Return up to three powers of two, each long enough for some sample, and then the longest length."""
     shortest, longest = (int(of([of(some) for some in lengths])) for of in (min, max))
     power = 1 << max(0, (longest - 1).bit_length() - 1)
-    found = [longest]
-    while len(found) < MOST_BUCKETS and power >= max(shortest, SMALLEST_BUCKET):
+    buckets = [longest]
+    while len(buckets) < MOST_BUCKETS and power >= max(shortest, SMALLEST_BUCKET):
         if power % multiple == 0:
-            found.append(power)
+            buckets.append(power)
         power //= 2
-    return tuple(found[::-1])
+    return tuple(buckets[::-1])
 
 
 def _padding(together: Entries, alone: Sequence[Entries], varying: Sequence[str]) -> dict[str, float]:
     """Return the values with which a collator pads short rows, by entry, if they differ from Morph's defaults."""
-    found = {}
+    entries = {}
     for name in varying:
         number, own = min(((n, one[name][0]) for n, one in enumerate(alone)), key=lambda pair: pair[1].shape[0])
         row = together[name][number]
         value = _fill(row, own) if row.dim() == 1 and own.shape[0] < row.shape[0] else None
         if value is not None and value != padding_of(name, {}):
-            found[name] = value
-    return found
+            entries[name] = value
+    return entries
 
 
 def _fill(row: Tensor, own: Tensor) -> float | None:

@@ -1,8 +1,4 @@
-"""Defines what of a LightningModule and of Lightning's Trainer is honoured, and refuses everything else by its name.
-
-The tables list what was compared with ``Trainer.fit``, or has no part in it. A method or an argument that they do not
-list, such as one of a newer Lightning, is refused unless it is as Lightning has it.
-"""
+"""Defines what of a LightningModule and of Lightning's Trainer is honoured, and refuses everything else by its name."""
 
 from __future__ import annotations
 
@@ -102,14 +98,12 @@ def lightning_class(module: Any) -> Any:
 
 
 def check_module(module: Any, *, evaluates: bool) -> None:
-    """Check that a module overrides nothing that training (and validation, if it ``evaluates``) calls, but Morph does
-    not.
-    """
+    """Check that a module overrides nothing that training (or validation) calls, but Morph does not."""
     base = lightning_class(module)
     if not module.automatic_optimization:
         raise refusal("automatic_optimization", False, "True; Morph calls the optimizer")
-    bases = [one for one in base.__mro__ if one.__module__.startswith(PACKAGES)]
-    own = {name for one in bases for name in vars(one) if not name.startswith(("__", "CHECKPOINT_"))}
+    bases = [kind for kind in base.__mro__ if kind.__module__.startswith(PACKAGES)]
+    own = {name for kind in bases for name in vars(kind) if not name.startswith(("__", "CHECKPOINT_"))}
     for name in sorted(own):
         is_own = inspect.getattr_static(type(module), name) is not inspect.getattr_static(base, name)
         harmless = name in METHODS or name.startswith(("on_test_", "on_predict_"))
@@ -120,9 +114,7 @@ def check_module(module: Any, *, evaluates: bool) -> None:
 
 
 def check_trainer(trainer: Any, callbacks: Any, *, evaluates: bool) -> None:
-    """Check that a Trainer's settings can be honoured. ``callbacks``: what the module's ``configure_callbacks``
-    returned.
-    """
+    """Check that a Trainer's settings can be honoured; ``callbacks``: also the module's ``configure_callbacks``."""
     for callback in (*getattr(trainer, "callbacks", ()), *callbacks):
         kind = type(callback)
         known = kind.__module__.startswith(PACKAGES) and kind.__name__ in CALLBACKS

@@ -1,8 +1,4 @@
-"""Makes some of the steps of Lightning's ``Trainer.fit``, on copies, for the comparison with Morph's.
-
-The copies have the module's weights, the Trainer's settings and the first samples of the data, whose last step is
-short. Dropout is off, since Morph draws other random numbers; callbacks, loggers and validation are left out.
-"""
+"""Makes some of the steps of Lightning's ``Trainer.fit``, on copies with the first samples, for the comparison."""
 
 from __future__ import annotations
 
@@ -34,10 +30,7 @@ def own_steps(
     num_steps: int,
     most_samples: int,
 ) -> OwnSteps | str:
-    """Make steps as ``OwnProgram.run`` describes; the module is not changed.
-
-    ``replaced``: fields that the user gave to ``morph.lightning.job``.
-    """
+    """Make steps as ``OwnProgram.run`` describes; ``replaced``: fields given to ``morph.lightning.job``."""
     own = sorted(OF_THE_PROGRAM & replaced.keys())
     if own:
         return f"`{own[0]}` was given to morph.lightning.job"
@@ -79,9 +72,7 @@ def _copy(module: Any) -> Any:
 
 
 def _first(loader: DataLoader[Any], batch_size: int, accumulated: int, *, ends_short: bool) -> Callable[[], Any]:
-    """Return a function that makes a loader of the first samples, of which two steps make an epoch, the second one
-    short; it shuffles, and drops the last batch, as the given loader does.
-    """
+    """Return a function that makes a loader of the first samples: epochs of two steps, the second one short."""
     step = batch_size * accumulated
     left = step // 2 + (batch_size // 2 if batch_size > 1 and step // 2 % batch_size == 0 else 0)
     num_samples = step + (left if ends_short and left else step)

@@ -1,8 +1,4 @@
-"""Makes some of a Trainer's own steps, on a copy of it, for the comparison with Morph's.
-
-The copy has the Trainer's weights, arguments, optimizer and schedule, and the first samples of its data. Dropout is
-off, since Morph draws other random numbers; the Trainer's callbacks, which print, log or save, are left out.
-"""
+"""Makes some of a Trainer's own steps, on a copy of it with the first samples, for the comparison with Morph's."""
 
 from __future__ import annotations
 
@@ -50,10 +46,7 @@ def own_steps(
     num_steps: int,
     most_samples: int,
 ) -> OwnSteps | str:
-    """Make steps as ``OwnProgram.run`` describes; the Trainer is not changed.
-
-    ``replaced``: fields that the user gave to ``morph.hf.job``. ``length``: the number of steps of ``trainer.train()``.
-    """
+    """Make steps as ``OwnProgram.run`` describes; ``length``: the number of steps of ``trainer.train()``."""
     own = sorted(OF_THE_PROGRAM & replaced.keys())
     if own:
         return f"`{own[0]}` was given to morph.hf.job"

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from morph.cli.reading.help import offered
 from morph.cli.reading.options import (
     AnyScheduleOption,
     JitterOption,
@@ -178,7 +179,6 @@ def plan_command(
     if as_json:
         print(json.dumps(_as_json(choice)))
         return
-    from manager.run.controller_config import redundancy_line
     from morph.tables import wide_console
     from simulator.render import tables
 
@@ -192,10 +192,11 @@ def plan_command(
     room = tables.room_line(choice, request.memory_bytes, errors.memory)
     for line in [*tables.memory_lines(choice.best_simulation), *([room] if room else [])]:
         console.print(line)
-    if on_types is None and len(choice.best.pipeline_kinds) == 1:
+    followers = offered(context, "followers")
+    if followers is not None and on_types is None and len(choice.best.pipeline_kinds) == 1:
         memory_bytes = request.memory_bytes or measured.environment.device_memory_bytes
         host_bytes = request.host_memory_bytes or measured.environment.host_memory_bytes
-        console.print(redundancy_line(measured, choice.best, request.redundancy, memory_bytes, host_bytes))
+        console.print(followers(measured, choice.best, request.redundancy, memory_bytes, host_bytes))
     if choice.runners_up:
         console.print(tables.ranking(choice, request.memory_bytes))
     if output is not None:

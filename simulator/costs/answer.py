@@ -27,7 +27,7 @@ _CAUSES = {
     "bandwidth": "network bandwidth: messages between two stages take longer than these compute",
     "schedule": "waiting that the {schedule} schedule adds to the bound for these stages",
     "all_reduce": "the gradient all-reduce over {d} replicas",
-    "commit_and_optimizer": "the commit barrier and the optimizer step",
+    "commit_and_optimizer": "waiting for all workers at the end, and the optimizer step",
     "shared_cores": "the cores that the workers share",
     "shared_links": "messages that share the nodes' links",
     "redundant": "computing for the next stage too (redundant computation), as far as waits do not hide it",

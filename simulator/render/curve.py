@@ -42,8 +42,8 @@ def show_curve(
     console = wide_console(WIDTH)
     console.print(_table(profile.job.name, frame))
     console.print(
-        f"all with micro-batches of {frame['micro_batch_size'].iloc[0]}, the same for a whole run; for one number of "
-        "GPUs alone (--gpus N) another size may be faster"
+        f"all with micro-batches of {frame['micro_batch_size'].iloc[0]}, the same for a whole run, and a device for "
+        "each worker; for one number of GPUs alone (--gpus N) another size may be faster"
     )
     if sums := [shape for shape in _shapes(frame) if "+" in shape]:
         console.print(f"{sums[0]}: pipelines of unequal depth, which share each mini-batch by their speed")

@@ -40,7 +40,7 @@ _STEPS = {
     "slow_workers": "slow workers",
     "redundant": "computing for the next stage too",
     "all_reduce": "all-reduce over replicas and tied weights, as far as exposed",
-    "commit_and_optimizer": "commit barrier and optimizer step",
+    "commit_and_optimizer": "waiting for all workers at the end, optimizer step",
     "jitter": "times that vary",
 }
 

@@ -64,15 +64,16 @@ def partition_table(
     memory_bytes: int | None = None,
     single: bool = True,
     behind: tuple[PartitionTable, int] | None = None,
+    deepest: int | None = None,
 ) -> PartitionTable:
-    """Return the best partitions for every P.
+    """Return the best partitions for every P, or up to ``deepest``.
 
     ``slope``: see :func:`simulator.engine.schedules.stage_windows`. ``behind``: the table of the last stages, for
     example on another type of node, and their number.
     """
     memory = costs.memory(single=single)
     limit = None if memory_bytes is None else memory.usable_bytes(memory_bytes)
-    return _tabulated(costs, schedule, num_micro_batches, slope, limit, memory, behind=behind)
+    return _tabulated(costs, schedule, num_micro_batches, slope, limit, memory, behind=behind, deepest=deepest)
 
 
 def frugal_table(
@@ -174,11 +175,12 @@ def _tabulated(
     *,
     by_memory: bool = False,
     behind: tuple[PartitionTable, int] | None = None,
+    deepest: int | None = None,
 ) -> PartitionTable:
-    deepest = costs.num_sections
+    deepest = min(costs.num_sections, deepest or costs.num_sections)
     windows = np.array((0, *stage_windows(schedule, deepest, num_micro_batches, slope)[::-1]), np.int64)
     again = np.array((False, *recomputes(schedule, deepest, costs.recompute)[::-1]), np.bool_)
-    found, known = _empty(deepest), 0
+    found, known = _empty(costs.num_sections), 0
     if behind is not None:
         table, known = behind
         found.worst_ns[known], found.squares[known] = table.worst_ns[known], table.squares[known]

@@ -6,12 +6,14 @@ Windows and cuts are chosen for a few numbers only (see ``anchor``), as the plan
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from typing import Literal
 
 import numpy as np
+import numpy.typing as npt
 
 from morph.contract.plan import Schedule
 from simulator.costs.finish import Ended, optimizer_ns
@@ -22,6 +24,7 @@ from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
 
 NEVER = 2**62
+Floats = npt.NDArray[np.float64]
 Stages = Literal["rough", "even", "best"] | tuple[int, ...]
 """How thoroughly the stages of a pipeline are chosen and timed.
 
@@ -86,6 +89,22 @@ class Pipelines:
         )
         found[:, 0] = NEVER
         return found
+
+    @cached_property
+    def reach(self) -> Reach:
+        """The bounds of pipelines of each depth: arrays over depths, [K + 1]."""
+        sections = self.settings[0].sections
+        links = np.maximum(0, np.arange(sections.num_sections + 1) - 1)
+        each = [(one.sections.forward_sum_ns + one.sections.backward_sum_ns)[-1] for one in self.settings]
+        fill_ns = np.stack([links * one.least_link_ns + ns for one, ns in zip(self.settings, each, strict=True)])
+
+        def paces_ns(held: int) -> tuple[Floats, Floats]:
+            slowest = np.stack([one.slowest_ns(held) for one in self.settings]).astype(np.float64)
+            slowest[:, 0] = NEVER
+            window = np.stack([np.maximum(1, one.widest(held)) for one in self.settings])
+            return slowest, slowest + np.maximum(0, fill_ns - slowest) / window
+
+        return Reach(fill_ns, sections.commit_ns, self.total, sections.num_sections, paces_ns)
 
     def costs(self, depth: int, num_micro_batches: int, stages: Stages) -> StageCosts | None:
         """Return the stages of one pipeline with this many micro-batches; None if no P stages fit in memory.
@@ -164,6 +183,58 @@ class Pipelines:
             free[list(stages)] = free[list(stages)].max() + duration
         step_ns = optimizer_ns(ended.costs, num_replicas, self.sweep.shape_simulator.conditions)
         return int(free.max()) + ended.costs.sections.commit_ns + step_ns
+
+
+class Reach:
+    """Lower bounds of the times of many kinds of pipelines, each in one of several settings.
+
+    A micro-batch passes all stages in ``fill_ns``. ``paces_ns(held)`` returns two arrays, [settings, *kinds], for
+    windows that hold this many micro-batches: the slowest stage's time in the most even cut that memory allows, 2**62
+    where none fits, and the least time for each micro-batch where windows are flushed. A pipeline alone reduces
+    nothing, so that it may fit where others do not: ``fits`` and ``lone_fits``.
+    """
+
+    def __init__(
+        self,
+        fill_ns: Floats,
+        commit_ns: int,
+        total: int,
+        num_sections: int,
+        paces_ns: Callable[[int], tuple[Floats, Floats]],
+    ) -> None:
+        self.fill_ns, self.commit_ns, self.total, self.num_sections = fill_ns, commit_ns, total, num_sections
+        self._paces_ns, self._few, (lone, flushed) = paces_ns, paces_ns(1), paces_ns(total)
+        self.lone_fits = np.any(lone < NEVER, axis=0)
+        self.fits: npt.NDArray[np.bool_] = np.any((self._few[0] < NEVER) | (lone < NEVER), axis=0)
+        through = np.maximum(fill_ns + (total - 1) * lone, total * flushed)
+        self._lone_ns: Floats = np.where(lone < NEVER, commit_ns + through, math.inf).min(axis=0)
+
+    @cached_property
+    def _steps(self) -> list[tuple[tuple[Floats, Floats], int]]:
+        """Paces, each with the number of micro-batches up to which they are lower bounds.
+
+        Fewer micro-batches need smaller windows and so less memory, which may allow a more even cut.
+        """
+        longest = max(1, self.total - 1)
+        few, many = self._few, self._paces_ns(longest)
+        found = [(many, longest)]
+        if not np.array_equal(few[0], many[0]) or not np.array_equal(few[1], many[1]):
+            deepest = min(self.num_sections, longest)
+            held = [1 << k for k in range(deepest.bit_length()) if 1 << k < deepest]
+            found += zip(map(self._paces_ns, held), [number - 1 for number in (*held[1:], longest)], strict=True)
+        return found
+
+    def gains(self, time_ns: float, *, rough: bool = False) -> Ints:
+        """Return the most micro-batches that a pipeline of each kind may finish in this time: [*kinds].
+
+        ``rough``: a higher bound, which is found sooner: with memory for one micro-batch, and without flushes.
+        """
+        found, left_ns = np.zeros(self.fits.shape), time_ns - self.commit_ns
+        steps = [((self._few[0],) * 2, self.total)] if rough else self._steps
+        for (slowest_ns, each_ns), most in steps:
+            number = np.minimum(np.floor((left_ns - self.fill_ns) / slowest_ns) + 1, np.floor(left_ns / each_ns))
+            found = np.maximum(found, np.clip(np.where(slowest_ns < NEVER, number, 0), 0, most).max(axis=0))
+        return np.where(self._lone_ns <= time_ns, self.total, found).astype(np.int64)
 
 
 class PiecewiseLinear:

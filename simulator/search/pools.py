@@ -13,7 +13,7 @@ import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import permutations, product
 
 import numpy as np
 
@@ -234,7 +234,11 @@ class Pools:
 
         ``equal``: for each type, the fastest equal pipelines by number of GPUs, where they fit.
         """
-        mixes = self.mixes(micro_batch_size, self.request.schedule or "varuna")
+        schedule = self.request.schedule or "varuna"
+        mixes, two_types = self.mixes(micro_batch_size, schedule), self.two_types_of(micro_batch_size, schedule)
+        deepest = mixes.num_sections - 1
+        for i, j in permutations(range(len(most)), 2):  # bounds of all numbers at once
+            two_types.splits_of(i, j, (min(most[i], deepest), min(most[j], deepest)))
         least: dict[tuple[int, ...], Found] = {}
         for gpus in product(*(range(number + 1) for number in most)):
             alone = [

@@ -29,7 +29,7 @@ from simulator.engine.compilation import compiled, entry
 from simulator.engine.times import Ints
 from simulator.search.mixes import Chosen, Mix, Mixes, Search
 from simulator.search.partition import PartitionTable, partition_table
-from simulator.search.pipelines import Pipelines
+from simulator.search.pipelines import Floats, Pipelines, Reach
 from simulator.search.setting import Rule, Setting, widest_alike
 from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
@@ -47,7 +47,6 @@ _HOPEFUL = {True: 1.05, False: 1.0}
 _HOPE = 0.5
 """How far a time is assumed to be above its bound, as a share of the smallest excess (time over bound, minus 1)
 simulated for one type."""
-Floats = npt.NDArray[np.float64]
 _SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
 """As in :mod:`simulator.search.purchases`."""
 _LONG = 8
@@ -75,7 +74,7 @@ class Border:
 
     def __init__(self, first: Setting, second: Setting) -> None:
         self.settings = first, second
-        self.num_sections = first.sections.num_sections
+        self.num_sections, self.deepest = first.sections.num_sections, 0
         self._tables: dict[tuple[object, ...], PartitionTable] = {}
         self._sections: dict[int, JoinedSections] = {}
         self._widest: dict[bool, Ints] = {}
@@ -101,6 +100,12 @@ class Border:
         number = min(most, rule.slope * (self.num_sections - 1) + 1)
         return self._table(Rule("varuna", rule.slope), number, single, num_second, limited=True)
 
+    def deepen(self, depth: int) -> None:
+        """Find cuts into up to this many stages from now on."""
+        if depth > self.deepest:
+            self.deepest = min(depth, self.num_sections)
+            self._tables.clear()
+
     def _table(self, rule: Rule, number: int, single: bool, num_second: int, *, limited: bool) -> PartitionTable:
         key = rule, number, single, num_second, limited
         if key not in self._tables:
@@ -116,6 +121,7 @@ class Border:
                 memory_bytes=setting.memory_bytes if limited else None,
                 single=single,
                 behind=behind,
+                deepest=self.deepest,
             )
         return self._tables[key]
 
@@ -242,56 +248,20 @@ def _most_by_prices(gained: tuple[Ints, Ints, Ints, Ints], alone: Ints, beside: 
     return int(least + 1e-6)
 
 
-class Splits:
-    """Bounds of pipelines on two types of node in one order, for all numbers of stages."""
+def reach_of_two(borders: Sequence[Border], schedule: Schedule, total: int, most: tuple[int, int]) -> Reach:
+    """Return the bounds of pipelines with up to ``most`` stages on each type, in arrays over these two numbers."""
+    fill_ns = np.array([each.fill_ns for each in borders], np.float64)[:, None, None]
+    num_sections = borders[0].num_sections
+    depths = np.minimum(np.add.outer(*(np.arange(number + 1) for number in most)), num_sections)
+    for each in borders:
+        each.deepen(sum(most))
 
-    def __init__(self, borders: Sequence[Border], schedule: Schedule, total: int, most: tuple[int, int]) -> None:
-        self.borders, self.schedule, self.total, self.most = borders, schedule, total, most
-        self.fill_ns = np.array([each.fill_ns for each in borders], np.float64)[:, None, None]
-        self.commit_ns = borders[0].settings[0].sections.commit_ns
-        few, (alone, rounds) = self._paces_ns(1)[0], self._paces_ns(total)
-        self.fits = np.any((few < NEVER) | (alone < NEVER), axis=0)
-        self.fits_alone = np.any(alone < NEVER, axis=0)
-        through = np.maximum(self.fill_ns + (total - 1) * alone, total * rounds)
-        self._alone_ns = np.where(alone < NEVER, self.commit_ns + through, math.inf).min(axis=0)
+    def paces_ns(held: int) -> tuple[Floats, Floats]:
+        slowest = np.stack([each.bottleneck_ns(schedule, held, *most) for each in borders]).astype(np.float64)
+        window = np.stack([np.maximum(1, each.widest(schedule, held))[depths] for each in borders])
+        return slowest, slowest + np.maximum(0, fill_ns - slowest) / window
 
-    def _paces_ns(self, number: int) -> tuple[Floats, Floats]:
-        """Return the slowest stage's time, and the least time for each micro-batch where windows are flushed.
-
-        This many micro-batches are in flight, as far as windows allow.
-        """
-        every = [each.bottleneck_ns(self.schedule, number, *self.most) for each in self.borders]
-        slowest = np.stack(every).astype(np.float64)
-        depths = np.minimum(np.add.outer(*(np.arange(most + 1) for most in self.most)), self.borders[0].num_sections)
-        window = np.stack([np.maximum(1, each.widest(self.schedule, number))[depths] for each in self.borders])
-        return slowest, slowest + np.maximum(0, self.fill_ns - slowest) / window
-
-    @cached_property
-    def _steps(self) -> list[tuple[tuple[Floats, Floats], int]]:
-        """Paces, each with the number of micro-batches up to which they are lower bounds.
-
-        Fewer micro-batches need smaller windows and so less memory.
-        """
-        longest = max(1, self.total - 1)
-        few, many = self._paces_ns(1), self._paces_ns(longest)
-        found = [(many, self.total)]
-        if not np.array_equal(few[0], many[0]):
-            deepest = min(self.borders[0].num_sections, longest)
-            numbers = [1 << k for k in range(deepest.bit_length()) if 1 << k < deepest]
-            caps = [number - 1 for number in (*numbers[1:], longest)]
-            found += zip(map(self._paces_ns, numbers), caps, strict=True)
-        return found
-
-    def gains(self, time_ns: float) -> Ints:
-        """Return the most micro-batches that a pipeline may finish in this time: [first + 1, second + 1].
-
-        A pipeline alone reduces nothing, so that it may need less memory; then it finishes all micro-batches or none.
-        """
-        found, left_ns = np.zeros(self.fits.shape), time_ns - self.commit_ns
-        for (slowest_ns, each_ns), most in self._steps:
-            number = np.minimum(np.floor((left_ns - self.fill_ns) / slowest_ns) + 1, np.floor(left_ns / each_ns))
-            found = np.maximum(found, np.clip(np.where(slowest_ns < NEVER, number, 0), 0, most).max(axis=0))
-        return np.where(self._alone_ns <= time_ns, self.total, found).astype(np.int64)
+    return Reach(fill_ns, borders[0].settings[0].sections.commit_ns, total, num_sections, paces_ns)
 
 
 @dataclass(frozen=True)
@@ -313,7 +283,7 @@ class TwoTypes:
         self.schedule = mixes.types[0].schedule
         self.joint = Mixes(mixes.types, mixes.most_replicas)
         self._borders: dict[tuple[int, int], list[Border]] = {}
-        self._splits: dict[tuple[int, int], tuple[tuple[int, int], Splits]] = {}
+        self._splits: dict[tuple[int, int], tuple[tuple[int, int], Reach]] = {}
         self._kinds: dict[Split, int] = {}
         self._settings: dict[Split, list[SplitSetting]] = {}
         self._rough: dict[tuple[Split, int], dict[SplitSetting, int]] = {}
@@ -381,7 +351,7 @@ class TwoTypes:
         deepest = self.sweeps[0].num_sections
         for i, j in permutations(range(len(gpus)), 2):
             if gpus[i] and gpus[j]:
-                for a, b in np.argwhere(self.splits_of(i, j, (deepest, deepest)).fits_alone).tolist():
+                for a, b in np.argwhere(self.splits_of(i, j, (deepest, deepest)).lone_fits).tolist():
                     yield self.gpus_of({Split(i, j, a, b): 1}, ())
 
     # ---- what there is to gain, by bounds ----
@@ -390,12 +360,12 @@ class TwoTypes:
         there = [kind for kind, number in enumerate(gpus) if number]
         return [(i, j) for i in there for j in there if i < j]
 
-    def splits_of(self, i: int, j: int, most: tuple[int, int]) -> Splits:
+    def splits_of(self, i: int, j: int, most: tuple[int, int]) -> Reach:
         """Return the bounds of pipelines from type i to type j with up to ``most`` stages on each."""
         known = self._splits.get((i, j))
         if known is None or known[0][0] < most[0] or known[0][1] < most[1]:
             most = most if known is None else (max(most[0], known[0][0]), max(most[1], known[0][1]))
-            splits = Splits(self._borders_of(i, j), self.schedule, self.total, most)
+            splits = reach_of_two(self._borders_of(i, j), self.schedule, self.total, most)
             known = self._splits[i, j] = most, splits
         return known[1]
 
@@ -488,7 +458,7 @@ class TwoTypes:
     ) -> Iterator[tuple[dict[Split, int], Chosen]]:
         """Yield this mix, in both orders of types, and in tiny pools with other pipelines of one type or without."""
         back = {Split(j, i, b, a): number for (i, j, a, b), number in splits.items()}
-        has_room = all(bool(np.asarray(self.splits_of(i, j, (a, b)).fits)[a, b]) for i, j, a, b in back)
+        has_room = all(bool(self.splits_of(i, j, (a, b)).fits[a, b]) for i, j, a, b in back)
         nearby = dict.fromkeys((others, (), *search.moved(others)) if search.is_tiny else (others,))
         for ordered in (splits, back) if has_room else (splits,):
             yield from ((ordered, each) for each in nearby)

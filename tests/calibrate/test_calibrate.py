@@ -14,7 +14,6 @@ from calibrate import calibrate, write_profile
 from calibrate.computing.contention import busy_counts
 from calibrate.computing.optimizer import measure_units
 from calibrate.computing.subject import load_subject
-from calibrate.timing.environment import num_cores
 from calibrate.timing.samples import Sampling
 from calibrate.writing.schema import schema_text
 from morph.cli.main import app
@@ -22,6 +21,7 @@ from morph.contract.errors import JobError, ProfileError
 from morph.contract.profile import Profile, load_profile
 from morph.cutting import cut, export_job
 from morph.jobs.job import load_job
+from morph.machine import num_cores
 from tests.forked_modules import SUBPROCESS
 
 ROOT = Path(__file__).parents[2]

@@ -14,7 +14,7 @@ from calibrate import add_node_type
 from calibrate.computing import compute
 from calibrate.computing.subject import load_subject
 from calibrate.links.network import NetworkMeasurement
-from calibrate.timing.environment import describe_environment, num_cores
+from calibrate.timing.environment import describe_environment
 from calibrate.timing.samples import timing
 from calibrate.writing import node_type
 from calibrate.writing.node_type import links_differ, with_node_type
@@ -30,7 +30,7 @@ from morph.contract.profile import (
     load_profile,
     write_profile,
 )
-from morph.machine_memory import machine_memory_bytes
+from morph.machine import machine_memory_bytes, num_cores
 from simulator import synthetic_profile
 from tests.cli.given import without_phases
 
@@ -203,3 +203,7 @@ def test_a_container_that_may_have_less_than_the_machine_is_believed(tmp_path: P
     assert machine_memory_bytes((absent, none)) == total
     limit.write_text(f"{2**63}\n", encoding="ascii")
     assert machine_memory_bytes((limit,)) == total
+    all_cores = num_cores(absent)
+    for text, cores in (("max 100000\n", all_cores), ("50000 100000\n", 1), (f"{10**9} 100000\n", all_cores)):
+        limit.write_text(text, encoding="ascii")
+        assert num_cores(limit) == cores

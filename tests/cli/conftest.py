@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from manager.run.session import SessionSpec
 from morph.contract.profile import Profile
 from simulator import synthetic_profile
-from tests.cli.given import JOBS, Given
+from tests.cli.given import JOBS, Begun, Given
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +32,16 @@ def given(measured: Profile, tmp_path: Path) -> Given:
     made.file("profile.json", measured.model_dump_json())
     made.file("cluster.yaml", "vms: {num_vms: 2}\n")
     return made
+
+
+@pytest.fixture
+def sessions(monkeypatch: pytest.MonkeyPatch) -> list[SessionSpec]:
+    """Return the descriptions of all sessions, of which none is started."""
+    begun: list[SessionSpec] = []
+
+    def session(spec: SessionSpec, *_: object, **__: object) -> None:
+        begun.append(spec)
+        raise Begun
+
+    monkeypatch.setattr("manager.run.train.run_session", session)
+    return begun

@@ -12,7 +12,10 @@ import psutil
 import pytest
 from typer.testing import CliRunner
 
+from manager.commands.run_view import run_view
 from manager.engine.on_processes import process_vms
+from manager.run.prepared import Inputs, prepared
+from manager.run.train import train
 from morph.cli.main import app
 from morph.contract.profile import Profile
 
@@ -174,3 +177,13 @@ class Given:
             *("run", job or self.job, "--profile", profile or self.folder / "profile.json"),
             *("--cluster", self.folder / "cluster.yaml", "--run-dir", self.run_dir, *more),
         )
+
+
+class Begun(Exception):
+    """Raised instead of starting a session."""
+
+
+def begin(inputs: Inputs, *, take_over: bool = False) -> None:
+    """Prepare a run, and begin to train it; for tests with the fixture ``sessions``."""
+    with pytest.raises(Begun), prepared(inputs, take_over=take_over) as run:
+        train(run, lambda live: run_view(live, plain=True))

@@ -11,7 +11,7 @@ from pydantic import BaseModel
 from typer.testing import CliRunner
 
 from manager.commands.config import length_text
-from manager.run.prepared import prepare, resolve
+from manager.run.prepared import read_inputs, resolve
 from manager.run.request import RunRequest, run_dir_of
 from morph.cli.main import app
 from morph.contract.cluster import AwsVms, AzureVms, JobPart, LocalVms, Policy, StaticVms
@@ -59,7 +59,7 @@ def test_a_wrong_job_file_is_refused_with_its_dotted_field(given: Given, job: st
 def test_arguments_of_the_jobs_function_are_read_and_set(given: Given) -> None:
     path = job_file(given, "code: 'jobs.py:sized', profile: profile.json, arguments: {width: 3, text: 'a:b'}")
     settings = ("job.arguments.width=4", "job.arguments.rate=1.0e-3")
-    prepared = prepare(RunRequest(job=str(path), steps=1, settings=settings), None)
+    prepared = read_inputs(RunRequest(job=str(path), steps=1, settings=settings), None)
     assert prepared.request.job == f"{(given.folder / 'jobs.py').resolve()}:sized(width=4, text='a:b', rate=0.001)"
     wrong = job_file(given, "code: 'jobs.py:good', profile: profile.json, arguments: {width: [3]}")
     assert "job.arguments.width" in given.refused("config", "check", wrong)
@@ -119,7 +119,7 @@ def test_options_count_in_place_of_what_a_job_file_says(
     done = CliRunner().invoke(app, ["run", "below/job.yaml", *map(str, options)])
     assert done.exit_code == 0, done.output
     (request,) = asked
-    found = prepare(RunRequest.model_validate_json(request.model_dump_json()), None).request
+    found = read_inputs(RunRequest.model_validate_json(request.model_dump_json()), None).request
     assert {
         name: str(getattr(found, name)) if isinstance(value, str) else getattr(found, name)
         for name, value in expected.items()

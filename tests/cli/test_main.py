@@ -6,18 +6,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import click
 import pytest
 import typer
 from typer.testing import CliRunner
 
+from calibrate.timing.samples import timing
 from morph import __version__
-from morph.cli.main import app
+from morph.cli.main import OFFERED, app
 from morph.cli.reading import progress
 from morph.cli.reading.errors import MorphGroup
-from morph.cli.reading.help import MAX_COLUMNS, MAX_LINES
+from morph.cli.reading.help import MAX_COLUMNS, MAX_LINES, found_by_name
 from morph.contract.errors import ClusterError, InputError, PeerLost, PlanError, WaitTimeout
+from morph.contract.profile import load_profile
+from simulator import synthetic_profile
 from tests.cli.given import Given
 from tests.waiting import BOUND_S, poll_until
 
@@ -243,3 +247,23 @@ def test_a_long_phase_has_a_bar_on_a_terminal_and_a_line_elsewhere(monkeypatch: 
         with progress.doing_if_long("simulating"):
             poll_until(lambda shown=shown, said=said: said in shown.getvalue(), said)  # type: ignore[misc]
         assert "simulating" in shown.getvalue()
+
+
+def test_what_the_root_offers_other_rooms_is_what_their_commands_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert all(callable(found_by_name(place)) for place in OFFERED.values())
+    profile = synthetic_profile()
+    (tmp_path / "profile.json").write_text(profile.model_dump_json(), encoding="utf-8")
+    planned = CliRunner().invoke(app, ["plan", str(tmp_path / "profile.json"), "--gpus", "2"])
+    assert "followers, auto: " in planned.stdout, planned.output
+    monkeypatch.setattr("calibrate.writing.measure.calibrate", lambda *_, **__: profile)
+    monkeypatch.setitem(OFFERED, "commit round", f"{__name__}:rounds_s")
+    measured = ["calibrate", "configs/jobs/tiny_gpt.py:job", "--samples", "5", "--commit-round", "-o"]
+    done = CliRunner().invoke(app, [*measured, str(tmp_path / "with.json")])
+    assert done.exit_code == 0, done.output
+    assert load_profile(tmp_path / "with.json").commit == timing(rounds_s(5))
+
+
+def rounds_s(num_samples: int) -> list[float]:
+    return [0.25] * num_samples

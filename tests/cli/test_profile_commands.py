@@ -100,7 +100,7 @@ def test_everything_that_was_measured_is_shown(path: Path) -> None:
     text = shown(path)
     assert "synthetic: 5 sections" in text
     assert "1-3" in text  # sections of one kind in one row
-    assert "2 at once: x1.61" in text
+    assert "x1.61 with 2 at once" in text
     assert "activation, same node" in text
     assert "gradient, between nodes" in text
     assert "4 in flight" in text

@@ -24,7 +24,7 @@ from manager.providers.slurm.answers import Mark
 from manager.providers.slurm.spec import JOB_NAME_CHARACTERS, SlurmSpec
 from manager.run.checkpoint_location import check_storage
 from manager.run.markets import Cloud, Market, SlurmMarket
-from manager.run.prepared import PreparedRun, resolve
+from manager.run.prepared import Inputs, resolve
 from manager.run.request import RunRequest
 from morph.cli.main import app
 from morph.contract.base import Value
@@ -64,7 +64,7 @@ def described(tmp_path: Path) -> Described:
     return {"job": job, "vms": vms_of("static")}
 
 
-def resolved(directory: Path, described: Described) -> PreparedRun:
+def resolved(directory: Path, described: Described) -> Inputs:
     path = directory / "job.yaml"
     path.write_text(json.dumps(described), encoding="utf-8")  # JSON is YAML
     return resolve(RunRequest(job=str(path), steps=1), path, load_job_file(path))

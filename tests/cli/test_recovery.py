@@ -13,13 +13,11 @@ import pytest
 from click.testing import Result
 from typer.testing import CliRunner
 
-from manager.commands.run_view import run_view
 from manager.engine.loop.lease import Lease, this_process
-from manager.run.managed_run import ManagedRun
-from manager.run.prepared import prepare
+from manager.run.prepared import read_inputs
 from manager.run.recovery import read_recovery, recover, recovery_of, write_recovery
 from manager.run.request import IfChanged, RunRequest
-from manager.run.session import RunSpec
+from manager.run.session import SessionSpec
 from manager.run_dir import RunDir, is_run, read_facts
 from morph.checkpoint.manifest import read_manifest, write_manifest
 from morph.checkpoint.versions import RECOVERY
@@ -29,29 +27,12 @@ from morph.contract.errors import CheckpointsTaken, ConfigError, InputError, Run
 from morph.contract.profile import load_profile
 from morph.yaml_files import load_cluster
 from tests.checkpoint.test_manifest import save
-from tests.cli.given import JOBS, Given
+from tests.cli.given import JOBS, Begun, Given, begin
 from tests.cli.test_provided_vms import vms_of
 
 pytestmark = pytest.mark.slow
 
 TRACE = "time_s,event,node_id\n0,add,a\n0,add,b\n5,remove,a\n"
-
-
-class Begun(Exception):
-    """Raised instead of starting a session."""
-
-
-@pytest.fixture
-def sessions(monkeypatch: pytest.MonkeyPatch) -> list[RunSpec]:
-    """Return the arguments of all sessions, of which none is started."""
-    begun: list[RunSpec] = []
-
-    def session(spec: RunSpec, *_: object, **__: object) -> None:
-        begun.append(spec)
-        raise Begun
-
-    monkeypatch.setattr("manager.run.session.run_session", session)
-    return begun
 
 
 def asked(given: Given, **fields: object) -> RunRequest:
@@ -68,11 +49,6 @@ def asked(given: Given, **fields: object) -> RunRequest:
     return RunRequest.model_validate({**options, **fields})
 
 
-def begin(given: Given, request: RunRequest) -> None:
-    with pytest.raises(Begun):
-        ManagedRun(prepare(request, given.run_dir), lambda live: run_view(live, plain=True)).train()
-
-
 def with_checkpoint(url: str, fingerprint: str, units: tuple[str, ...]) -> None:
     """Write a checkpoint of the job, as far as its manifest says so."""
     save(url, 4)
@@ -82,9 +58,9 @@ def with_checkpoint(url: str, fingerprint: str, units: tuple[str, ...]) -> None:
 
 
 @pytest.fixture
-def lost(given: Given, sessions: list[RunSpec], tmp_path_factory: pytest.TempPathFactory) -> Given:
+def lost(given: Given, sessions: list[SessionSpec], tmp_path_factory: pytest.TempPathFactory) -> Given:
     """Return another machine with the job and a run's checkpoints, after everything else of the run was lost."""
-    begin(given, asked(given, settings=("policy.redundancy=off",)))
+    begin(read_inputs(asked(given, settings=("policy.redundancy=off",)), given.run_dir))
     sessions.clear()
     units = tuple(unit.id for unit in given.profile.units)
     with_checkpoint(str(given.folder / "ckpt"), given.profile.job.fingerprint, units)
@@ -96,16 +72,9 @@ def lost(given: Given, sessions: list[RunSpec], tmp_path_factory: pytest.TempPat
 
 
 def resume(given: Given, *more: object, url: str | None = None) -> Result:
-    arguments = [
-        "resume",
-        url or f"file://{given.folder}/ckpt",
-        "--run-dir",
-        given.run_dir,
-        "--plain",
-        "--no-page",
-        *more,
-    ]
-    return CliRunner().invoke(app, [str(argument) for argument in arguments], prog_name="morph")
+    options = ("--run-dir", given.run_dir, "--plain", "--no-page", *more)
+    arguments = ["resume", url or f"file://{given.folder}/ckpt", *map(str, options)]
+    return CliRunner().invoke(app, arguments, prog_name="morph")
 
 
 def refused(given: Given, *more: object, url: str | None = None) -> str:
@@ -118,7 +87,7 @@ def refused(given: Given, *more: object, url: str | None = None) -> str:
     return line
 
 
-def test_a_run_resumes_on_another_machine_from_its_url_and_job(lost: Given, sessions: list[RunSpec]) -> None:
+def test_a_run_resumes_on_another_machine_from_its_url_and_job(lost: Given, sessions: list[SessionSpec]) -> None:
     result = resume(lost, "--job", lost.job)
     assert isinstance(result.exception, Begun), result.output
     (session,) = sessions
@@ -137,7 +106,7 @@ def test_a_run_resumes_on_another_machine_from_its_url_and_job(lost: Given, sess
     assert read_recovery(f"{lost.folder}/ckpt").command.steps == 9
 
 
-def test_another_cluster_file_may_be_given(lost: Given, sessions: list[RunSpec]) -> None:
+def test_another_cluster_file_may_be_given(lost: Given, sessions: list[SessionSpec]) -> None:
     other = lost.file("other.yaml", "vms: {num_vms: 5}\n")
     assert isinstance(resume(lost, "--job", lost.job, "--cluster", other).exception, Begun)
     assert sessions[0].cluster.vms == load_cluster(other).vms
@@ -153,7 +122,7 @@ def test_a_job_that_differs_is_refused(lost: Given, text: str, if_changed: str) 
     assert "jobs.py:good as it was; or --if-changed accept" in line
 
 
-def test_a_run_resumes_with_a_different_job_if_the_user_accepts(lost: Given, sessions: list[RunSpec]) -> None:
+def test_a_run_resumes_with_a_different_job_if_the_user_accepts(lost: Given, sessions: list[SessionSpec]) -> None:
     lost.file("jobs.py", JOBS.replace("lr=0.1", "lr=0.2"))
     result = resume(lost, "--job", lost.job, "--if-changed", "accept")
     assert isinstance(result.exception, Begun), result.output
@@ -216,7 +185,7 @@ def test_files_written_by_a_stranger_are_refused(
     assert problem in refused(lost, "--job", lost.job)
 
 
-def test_no_setting_is_taken_from_storage(lost: Given, sessions: list[RunSpec]) -> None:
+def test_no_setting_is_taken_from_storage(lost: Given, sessions: list[SessionSpec]) -> None:
     edited(lost, lambda data: data["command"].update(settings=["vms.num_vms=60", "vms.pass_variables=[HOME]"]))
     assert isinstance(resume(lost, "--job", lost.job).exception, Begun)
     assert sessions[0].cluster.vms == load_cluster(lost.run_dir / "recovered/cluster.yaml").vms
@@ -240,7 +209,7 @@ def test_neither_the_users_free_text_nor_local_paths_are_stored(given: Given) ->
     vms = {**vms_of("static"), "shared_storage": True, "environment": environment, "pass_variables": ["NAMED"]}
     given.file("cluster.yaml", json.dumps({"vms": vms}))
     request = asked(given, trace=None, checkpoint_url="ftp://u:SECRET3@host/ckpt")
-    run = prepare(request, given.run_dir)
+    run = read_inputs(request, given.run_dir)
     url = str(given.folder / "ckpt")
     write_recovery(url, recovery_of(run, run.facts(run.config()), run.job_files))
     text = (given.folder / "ckpt" / RECOVERY).read_text()
@@ -260,8 +229,8 @@ def test_a_job_file_leaves_the_same_as_its_options(given: Given) -> None:
     job = {"code": "jobs.py:good", "profile": "profile.json", "steps": 9, "pipeline_depth": 1}
     beside = {"callbacks": ["jobs.py:good"], "notify": {"command": ["true"], "webhook": "https://example.com/secret"}}
     path = given.file("run.yaml", json.dumps({"job": job, "vms": {"num_vms": 2}, **beside}))
-    by_file = prepare(RunRequest(job=str(path), steps=1), given.run_dir)
-    by_options = prepare(asked(given, trace=None, trace_speed=1.0, checkpoint_url=None), given.run_dir)
+    by_file = read_inputs(RunRequest(job=str(path), steps=1), given.run_dir)
+    by_options = read_inputs(asked(given, trace=None, trace_speed=1.0, checkpoint_url=None), given.run_dir)
     first, second = (recovery_of(run, run.facts(run.config()), run.job_files) for run in (by_file, by_options))
     assert first == second
     assert first.command.job == "jobs.py:good"
@@ -275,13 +244,13 @@ def test_a_job_file_leaves_the_same_as_its_options(given: Given) -> None:
 
 
 def test_storage_that_refuses_the_files_is_reported_once_and_the_run_begins(
-    given: Given, sessions: list[RunSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    given: Given, sessions: list[SessionSpec], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def refuse(*_: object) -> None:
         raise PermissionError("403 from the cloud")
 
     monkeypatch.setattr("manager.run.recovery.write_atomically", refuse)
-    begin(given, asked(given))
+    begin(read_inputs(asked(given), given.run_dir))
     assert len(sessions) == 1
     (note,) = [line for line in capsys.readouterr().err.splitlines() if "403" in line]
     assert "recovery.json: cannot be written: 403 from the cloud; the run can be resumed in" in note
@@ -298,18 +267,17 @@ def test_the_error_for_a_broken_file_names_its_place(tmp_path: Path) -> None:
 
 
 def test_checkpoints_that_another_manager_holds_are_refused_or_taken_over(
-    given: Given, sessions: list[RunSpec]
+    given: Given, sessions: list[SessionSpec]
 ) -> None:
     request = asked(given)
     other = Lease(str(given.folder / "ckpt"), this_process("other", given.folder / "other"))
     other.take()
     with pytest.raises(RunDirError, match=r"its checkpoints are in use by the run in .*other"):
-        begin(given, request)
+        begin(read_inputs(request, given.run_dir))
     assert not is_run(given.run_dir)
-    run = prepare(request, given.run_dir)
-    with pytest.raises(Begun):
-        ManagedRun(run, lambda live: run_view(live, plain=True), take_over=True).train()
+    run = read_inputs(request, given.run_dir)
+    begin(run, take_over=True)
     with pytest.raises(CheckpointsTaken, match=re.escape(str(given.run_dir.resolve()))):
         other.hold()
     assert [spec.lease is not None for spec in sessions] == [True]
-    begin(given, request)  # the lease was released
+    begin(read_inputs(request, given.run_dir))  # the lease was released

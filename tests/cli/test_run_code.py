@@ -11,19 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from manager.commands.run_view import run_view
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.state import initial_state
-from manager.run.managed_run import ManagedRun
-from manager.run.prepared import PreparedRun, RunCode
+from manager.run.job_code import TrainedCode
+from manager.run.prepared import Inputs
 from manager.run.request import IfChanged, RunRequest, keep_request
-from manager.run.session import RunSpec
+from manager.run.session import SessionSpec
 from manager.run_dir import RunDir, RunFacts, read_facts
 from morph.contract.cluster import ClusterConfig, LocalVms
 from morph.contract.errors import JobError, RunDirError
 from morph.contract.profile import load_profile
 from morph.jobs.snapshot import collect
-from tests.cli.given import JOBS, Given, without_phases
+from tests.cli.given import JOBS, Given, begin, without_phases
 from tests.waiting import BOUND_S
 
 pytestmark = pytest.mark.slow
@@ -52,9 +51,9 @@ def facts(given: Given, job: str | None = None) -> RunFacts:
     )
 
 
-def run_code(given: Given, if_changed: IfChanged = IfChanged.REFUSE, job: str | None = None) -> RunCode:
+def run_code(given: Given, if_changed: IfChanged = IfChanged.REFUSE, job: str | None = None) -> TrainedCode:
     path = job or given.job
-    return RunCode(path, given.profile, collect(path), if_changed, print, unpack=False)
+    return TrainedCode(path, given.profile, collect(path), if_changed, print, unpack=False)
 
 
 @pytest.fixture
@@ -227,63 +226,39 @@ def test_reasons_to_refuse_a_run_are_reported_before_torch_is_loaded(begun: Give
         assert part in line
 
 
-class Begun(Exception):
-    """Raised instead of starting a session."""
-
-
 @pytest.mark.parametrize("m", [1, 2])
-def test_a_resumed_run_keeps_the_planned_micro_batch_size(
-    given: Given, m: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_keeps_the_planned_micro_batch_size(given: Given, m: int, sessions: list[SessionSpec]) -> None:
     free = load_profile(given.edited(lambda profile: profile["job"].pop("micro_batch_size")))
     with RunDir(given.run_dir, facts(given).model_copy(update={"micro_batch_size": m})):
         pass
-    sessions: list[RunSpec] = []
-
-    def session(spec: RunSpec, *_: object, **__: object) -> None:
-        sessions.append(spec)
-        raise Begun
-
-    monkeypatch.setattr("manager.run.session.run_session", session)
     vms = ClusterConfig(vms=LocalVms(num_vms=2))
-    run = PreparedRun(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
-    with pytest.raises(Begun):
-        ManagedRun(run, lambda live: run_view(live, plain=True)).train()
+    run = Inputs(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
+    begin(run)
     (begun,) = sessions
     assert {begun.micro_batch_size, *(plan.micro_batch_size for plan in begun.config.plans.values())} == {m}
 
 
-def test_shapes_are_planned_once_and_never_for_an_adopted_run(given: Given, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_shapes_are_planned_once_and_never_for_an_adopted_run(
+    given: Given, sessions: list[SessionSpec], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """For hundreds of VMs, planning takes longer than VMs survive without their manager."""
-    planned: list[PreparedRun] = []
-    plan = PreparedRun.config
+    planned: list[Inputs] = []
+    plan = Inputs.config
 
-    def counted(run: PreparedRun) -> ControllerConfig:
+    def counted(run: Inputs) -> ControllerConfig:
         planned.append(run)
         return plan(run)
 
-    sessions: list[RunSpec] = []
-
-    def session(spec: RunSpec, *_: object, **__: object) -> None:
-        sessions.append(spec)
-        raise Begun
-
-    monkeypatch.setattr(PreparedRun, "config", counted)
-    monkeypatch.setattr("manager.run.session.run_session", session)
+    monkeypatch.setattr(Inputs, "config", counted)
     free = load_profile(given.edited(lambda profile: profile["job"].pop("micro_batch_size")))
     vms = ClusterConfig(vms=LocalVms(num_vms=2))
-    run = PreparedRun(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
-
-    def begin() -> None:
-        with pytest.raises(Begun):
-            ManagedRun(run, lambda live: run_view(live, plain=True)).train()
-
-    begin()
+    run = Inputs(RunRequest(job=given.job, steps=9), free, vms, given.run_dir, collect(given.job))
+    begin(run)
     assert planned == [run]
     lives = initial_state(sessions[0].config.model_copy(update={"num_steps": 7}))
     found = SimpleNamespace(state=lives, vms=("vm0",))
     monkeypatch.setattr("manager.engine.machines.attachment.find_living", lambda *_: found)
-    begin()
+    begin(run)
     assert planned == [run]
     assert [spec.config.num_steps for spec in sessions] == [9, 7]
     assert sessions[1].micro_batch_size == sessions[0].micro_batch_size

@@ -20,6 +20,7 @@ from manager.journal.records import DecisionRecord
 from manager.providers.local import LocalProvider
 from morph.contract.cluster import Limits, Policy
 from morph.contract.messages import (
+    CommitOrder,
     Committed,
     Failed,
     MicroBatchLoss,
@@ -95,6 +96,11 @@ class FakePool:
         self.written_down("start_worker", worker)
         self.answer(worker, WorkerReady(worker=worker, pid=1, setup_s=0))
 
+    def send(self, worker: str, order: Any) -> None:
+        {ReshapeOrder: self.reshape, StepOrder: self.step, CommitOrder: self.commit, ProbeOrder: self.probe}[
+            type(order)
+        ](worker, order)
+
     def reshape(self, worker: str, order: ReshapeOrder) -> None:
         self.written_down("send_reshape", worker)
         self.answer(
@@ -116,11 +122,10 @@ class FakePool:
         self.answer(worker, prepared)
         self._write(worker, order.step, order.checkpoint_units)
 
-    def commit(self, worker: str, order: object) -> None:
+    def commit(self, worker: str, order: CommitOrder) -> None:
         self.written_down("send_commit", worker)
-        generation, version = order.generation, order.version  # type: ignore[attr-defined]
-        self.answer(worker, Committed(worker=worker, generation=generation, version=version))
-        self._write(worker, version, order.checkpoint_units)  # type: ignore[attr-defined]
+        self.answer(worker, Committed(worker=worker, generation=order.generation, version=order.version))
+        self._write(worker, order.version, order.checkpoint_units)
 
     def _write(self, worker: str, version: int, units: tuple[str, ...]) -> None:
         written = tuple(
@@ -135,9 +140,6 @@ class FakePool:
 
     def abort(self, worker: str, generation: int) -> None:
         self.written_down("abort", worker)
-
-    def ahead(self, worker: str, order: object) -> None:
-        raise AssertionError("nothing is pre-copied here")
 
     def end(self, worker: str) -> None:
         self.written_down("end_worker", worker)

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable
-from functools import partial
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import cast
 
 import pytest
 
 from manager.controller.state.actions import Finish
 from manager.engine.loop.driver import Observed
-from manager.run import session as module
-from manager.run.session import Restarts, run_until_it_ends
+from manager.run import train as module
+from manager.run.train import Restarts
 from morph.contract.errors import ClusterError, ClusterLost
 
 FINISHED = Finish(outcome="finished", sentence="done")
@@ -35,24 +34,22 @@ def at_version(version: int, stop_reason: str | None = None, *, failed: bool = F
     return cast(Observed, SimpleNamespace(decision=SimpleNamespace(state=state)))
 
 
-def sessions(
-    *ends: Finish | ClusterError, begin: Callable[[int], Any] = lambda _number: None
-) -> Callable[[int], Finish]:
-    def session(number: int) -> Finish:
+def run(
+    restarts: Restarts, *ends: Finish | ClusterError, begin: Callable[[int], object] = lambda _number: None
+) -> Finish:
+    """Let sessions end like this, one after the other, as ``train`` runs them; ``begin`` gets each one's number."""
+    for number, end in enumerate(ends):
         begin(number)
-        end = ends[number]
-        if isinstance(end, ClusterError):
-            raise end
-        return end
-
-    return session
+        if (finish := restarts.after(end)) is not None:
+            return finish
+    raise AssertionError("no session is left")
 
 
 def test_a_lost_cluster_is_replaced_at_once_then_after_growing_pauses(pauses: list[float]) -> None:
     told: list[str] = []
     failed = ClusterError("Ray did not start")
     ends = (GONE, failed, failed, GONE, FINISHED)
-    assert run_until_it_ends(sessions(*ends), Restarts(3600), told.append) == FINISHED
+    assert run(Restarts(3600, told.append), *ends) == FINISHED
     assert pauses == [0.0, 5.0, 10.0, 20.0]
     assert told[0] == "the head node is gone; the run goes on from its newest checkpoint at once"
     assert told[1] == "Ray did not start; the run goes on from its newest checkpoint in 5 s"
@@ -65,13 +62,13 @@ def test_a_decided_step_makes_the_pauses_short_again(pauses: list[float]) -> Non
         for version in (5, 6) if number == 2 else (5, 5):
             restarts(at_version(version))
 
-    assert run_until_it_ends(sessions(GONE, GONE, GONE, FINISHED, begin=begin), restarts, lambda _: None) == FINISHED
+    assert run(restarts, GONE, GONE, GONE, FINISHED, begin=begin) == FINISHED
     assert pauses == [0.0, 5.0, 0.0]
 
 
 def test_a_cluster_that_never_came_up_is_an_error_at_once(pauses: list[float]) -> None:
     with pytest.raises(ClusterError, match="no Ray"):
-        run_until_it_ends(sessions(ClusterError("no Ray")), Restarts(3600), lambda _: None)
+        run(Restarts(3600), ClusterError("no Ray"))
     assert pauses == []
 
 
@@ -80,20 +77,21 @@ def test_a_cluster_that_fails_to_start_is_retried_in_a_continued_run(pauses: lis
     """Its head node may have been killed while it started; in a run's first session, settings are more likely wrong."""
     restarts = Restarts(3600)
     failed = ClusterError("Ray did not start")
-    played = sessions(failed, failed, FINISHED, begin=lambda _: restarts.begin_at(version))
+    restarts.begin_at(version)
     if version:
-        assert run_until_it_ends(played, restarts, lambda _: None) == FINISHED
+        assert run(restarts, failed, failed, FINISHED) == FINISHED
         assert pauses == [0.0, 5.0]
     else:
         with pytest.raises(ClusterError, match="Ray did not start"):
-            run_until_it_ends(played, restarts, lambda _: None)
+            run(restarts, failed, FINISHED)
     assert not restarts.has_run
 
 
 def test_a_run_that_was_to_stop_is_not_begun_again(pauses: list[float]) -> None:
     restarts = Restarts(3600)
+    restarts(at_version(5, "SIGINT"))
     with pytest.raises(ClusterLost, match="the head node is gone"):
-        run_until_it_ends(sessions(GONE, begin=lambda _: restarts(at_version(5, "SIGINT"))), restarts, lambda _: None)
+        run(restarts, GONE)
     assert pauses == []
 
 
@@ -105,24 +103,24 @@ def test_an_error_that_ends_a_session_is_not_a_users_stop(pauses: list[float], a
         restarts(at_version(5, asked))
         restarts(at_version(5, "vm0 failed at step 5", failed=True))
 
-    played = sessions(ClusterLost("vm0 failed at step 5"), FINISHED, begin=begin)
+    lost = ClusterLost("vm0 failed at step 5")
     if asked is None:
-        assert run_until_it_ends(played, restarts, lambda _: None) == FINISHED
+        assert run(restarts, lost, FINISHED, begin=begin) == FINISHED
     else:
         with pytest.raises(ClusterLost):
-            run_until_it_ends(played, restarts, lambda _: None)
+            run(restarts, lost, begin=begin)
     assert pauses == ([0.0] if asked is None else [])
 
 
 def test_at_the_limit_the_run_ends_and_says_whose_limit_it_is(pauses: list[float]) -> None:
     now_s = [0.0]
-    restarts = Restarts(100, lambda: now_s[0])
+    restarts = Restarts(100, clock=lambda: now_s[0])
 
     def begin(_number: int) -> None:
         now_s[0] += 40
 
     with pytest.raises(ClusterError, match=r"the head node is gone; no step was decided for 100 s \(policy.give_up"):
-        run_until_it_ends(sessions(*[GONE] * 9, begin=begin), restarts, lambda _: None)
+        run(restarts, *[GONE] * 9, begin=begin)
     assert len(pauses) == 3
 
 
@@ -143,7 +141,7 @@ def test_a_signal_between_two_sessions_stops_the_run() -> None:
 
     previous = signal.signal(signal.SIGALRM, ask)
     try:
-        finish = run_until_it_ends(sessions(GONE, failed, begin=begin), Restarts(3600), lambda _: None)
+        finish = run(Restarts(3600), GONE, failed, begin=begin)
     finally:
         signal.signal(signal.SIGALRM, previous)
     assert finish == Finish(outcome="stopped", sentence="SIGTERM before the run had a cluster again")
@@ -155,9 +153,8 @@ RESTS = Finish(outcome="stopped", sentence="n4 could not be set up; version 5 is
 def test_a_run_without_progress_rests_ever_longer_up_to_its_limit(pauses: list[float]) -> None:
     told: list[str] = []
     times_s = iter([0.0, 60.0, 3000.0])
-    restarts = Restarts(3600, lambda: next(times_s), rest_at_most_s=2000.0)
-    begin = partial(restarts.begin_at, 5)
-    assert run_until_it_ends(sessions(RESTS, RESTS, RESTS, begin=lambda _: begin()), restarts, told.append) == RESTS
+    restarts = Restarts(3600, told.append, lambda: next(times_s), 2000.0)
+    assert run(restarts, RESTS, RESTS, RESTS, begin=lambda _: restarts.begin_at(5)) == RESTS
     assert pauses == [60.0, 120.0]
     assert told[0] == f"{RESTS.sentence}; the run rests without VMs, and tries again in 60 s"
 
@@ -170,10 +167,10 @@ def test_a_decided_step_makes_the_rests_short_again(pauses: list[float]) -> None
             restarts(at_version(version))
 
     ends = (RESTS, RESTS, RESTS, FINISHED)
-    assert run_until_it_ends(sessions(*ends, begin=begin), restarts, lambda _: None) == FINISHED
+    assert run(restarts, *ends, begin=begin) == FINISHED
     assert pauses == [60.0, 120.0, 60.0]
 
 
 def test_a_run_that_never_trained_does_not_rest(pauses: list[float]) -> None:
-    assert run_until_it_ends(sessions(RESTS), Restarts(3600, rest_at_most_s=2000.0), lambda _: None) == RESTS
+    assert run(Restarts(3600, rest_at_most_s=2000.0), RESTS) == RESTS
     assert pauses == []

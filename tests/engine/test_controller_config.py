@@ -106,9 +106,9 @@ def test_every_number_of_vms_that_the_trace_brings_has_a_plan() -> None:
 
 
 def test_only_workers_of_this_machines_processors_share_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    local = controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10)
-    assert {plan.num_workers for plan in local.plans.values() if local.shares_cores(plan)} == {3, 4}
+    for num_cores, shared in ((2, True), (4, True), (5, False)):  # four workers, and the manager
+        monkeypatch.setattr("manager.run.controller_config.num_cores", lambda num_cores=num_cores: num_cores)
+        assert controller_config(PROFILE, VMS, POLICY, constant_trace(VMS), 10).shares_cores is shared
     hosts = StaticVms(kind="static", cloud="hosts.yaml", keep=4, memory_bytes=10**12, device="cpu", address="10.0.0.4")
     assert controller_config(PROFILE, hosts, POLICY, Trace(events=()), 10).num_cores is None
     cuda, owned = VMS.model_copy(update={"device": "cuda"}), CudaDevice("GPU-0", 10**12)

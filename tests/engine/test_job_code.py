@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from manager.engine.on_processes import forking
-from manager.run.prepared import keep, kept
+from manager.run.job_code import keep, kept
 from morph.contract.errors import ConfigError, JobError, RunDirError
 from morph.contract.messages import Failed, JobCode, WorkerSetup
 from morph.jobs import snapshot

@@ -134,7 +134,7 @@ def test_a_worker_that_says_what_no_worker_says_is_killed(scene: Scene, message:
 def test_orders_go_as_they_were_given_and_answers_become_events(scene: Scene) -> None:
     scene.be_ready()
     order = StepOrder(generation=3, step=7, checkpoint_units=("s0",))
-    scene.pool.step("vm0", order)
+    scene.pool.send("vm0", order)
     scene.pool.abort("vm0", 9)
     assert scene.line.next() == ("step", order)
     assert scene.line.next() == ("abort", 9)
@@ -169,25 +169,25 @@ PROBE = ProbeOrder(probe=4, step=1, first_section=0, end_section=1, healthy_s=0.
 
 def test_a_probe_is_answered_with_an_event_of_its_own(scene: Scene) -> None:
     scene.be_ready()
-    scene.pool.probe("vm0", PROBE)
+    scene.pool.send("vm0", PROBE)
     assert scene.line.next() == ("probe", PROBE)
     scene.answer(Probed(worker="vm0", probe=4, slowdown=1.25))
     assert scene.next() == WorkerProbed(worker="vm0", probe=4, slowdown=1.25)
-    scene.pool.step("vm0", StepOrder(generation=1, step=0))  # nothing is left that the probe could delay
+    scene.pool.send("vm0", StepOrder(generation=1, step=0))  # nothing is left that the probe could delay
     assert [scene.line.next()[0]] == ["step"]
     assert scene.line.sent == []
 
 
 def test_an_order_ends_a_probe_that_is_under_way(scene: Scene) -> None:
     scene.be_ready()
-    scene.pool.probe("vm0", PROBE)
-    scene.pool.step("vm0", StepOrder(generation=1, step=0))
+    scene.pool.send("vm0", PROBE)
+    scene.pool.send("vm0", StepOrder(generation=1, step=0))
     assert [scene.line.next()[0] for _ in range(3)] == ["probe", "leave_probe", "step"]
 
 
 def test_a_probe_that_failed_is_written_down_and_reported_as_not_done(scene: Scene) -> None:
     scene.be_ready()
-    scene.pool.probe("vm0", PROBE)
+    scene.pool.send("vm0", PROBE)
     scene.answer(Probed(worker="vm0", probe=4, error="no memory"))
     assert scene.next() == Fact(name="probe_failed", worker="vm0", detail="no memory")
     assert scene.next() == WorkerProbed(worker="vm0", probe=4, slowdown=None)
@@ -197,7 +197,7 @@ def test_a_worker_whose_process_is_gone_is_lost_once(scene: Scene) -> None:
     scene.be_ready()
     scene.pool.died("vm0")
     assert "connection closed" in scene.lost()
-    scene.pool.step("vm0", StepOrder(generation=1, step=0))
+    scene.pool.send("vm0", StepOrder(generation=1, step=0))
     scene.pool.died("vm0")
     assert len(scene.event_queue) == 0
     assert scene.line.sent == []
@@ -273,7 +273,7 @@ def test_a_worker_whose_process_ends_before_it_called_is_lost(scene: Scene) -> N
 def test_a_new_line_repeats_unanswered_orders_and_the_last_word(scene: Scene) -> None:
     scene.be_ready()
     order = StepOrder(generation=3, step=7)
-    scene.pool.step("vm0", order)
+    scene.pool.send("vm0", order)
     for generation in (2, 3):
         scene.pool.abort("vm0", generation)
     second, third = FakeLine(), FakeLine()
@@ -342,7 +342,7 @@ def test_an_order_that_goes_to_all_is_written_once(scene: Scene, monkeypatch: py
     steps = [StepOrder(generation=1, step=step) for step in range(2)]
     for step in steps:
         for worker in lines:
-            scene.pool.step(worker, step)
+            scene.pool.send(worker, step)
     assert written == ["step", "step"]
     for line in lines.values():
         assert [line.next() for _ in range(3)][1:] == [("step", step) for step in steps]

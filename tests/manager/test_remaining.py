@@ -12,7 +12,7 @@ from simulated_cluster import Faults, JournalledCluster, SimulatedCluster, playe
 
 from manager.accounting.spent import Prices
 from manager.controller.state.events import Event
-from manager.controller.state.state import ControllerState, Decision
+from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.dashboard.snapshot import snapshot
 from manager.report import remaining as forecast
 from manager.report.journal_reader import read_report
@@ -95,7 +95,7 @@ def test_a_run_says_its_end_while_it_trains_and_not_afterwards(monkeypatch: pyte
     assert snapshot(played(stop_at=8))["remaining"] is None, "too early"
     monkeypatch.setattr(forecast, "FEWEST", 5)
     training, ended = played(stop_at=8), played()
-    training.phase = "training"
+    training.phase = Phase.TRAINING
     left, dollars = snapshot(training)["remaining"], training.dollars
     assert left["low_s"] <= left["left_s"] <= left["high_s"]
     assert left["text"] in training.headline
@@ -119,7 +119,7 @@ def test_the_journal_gives_the_forecast_of_the_live_run(tmp_path: Path, monkeypa
     ended = read_report(tmp_path)
     assert ended.remaining(prices) is None
     report = ended.model_copy(update={"outcome": "running", "num_steps": 24})
-    run.phase = "training"
+    run.phase = Phase.TRAINING
     told = report.remaining(prices)
     assert told is not None
     assert told == run.remaining

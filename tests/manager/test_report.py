@@ -61,9 +61,12 @@ def test_no_time_is_forecast_where_workers_share_cores(tmp_path: Path) -> None:
     (shape,) = report.shapes
     assert (shape.shape, shape.num_shared_cores, shape.expected_here_s) == ("2x2", 3, None)
     measured = f"{(shape.measured_mini_batch_s or 0) * 1e3:.0f} ms a step"
-    assert f"12 steps, {measured} (4 workers share 3 cores: no forecast)" in summarise(report)
-    cells = [f'<td class="number">{text}</td>' for text in ("12", "-", measured.split()[0])]
-    assert "".join(cells) in report_page(report)
+    sentence = "no forecast of steps: the workers and the manager share 3 cores"
+    assert f"12 steps, {measured}\n{sentence}" in summarise(report)
+    page = report_page(report)
+    assert "".join(f'<td class="number">{text}</td>' for text in ("12", measured.split()[0])) in page
+    assert sentence in page
+    assert "expected" not in page.partition("<h2>Shapes</h2>")[2].partition("<h2>")[0]
 
 
 def test_shapes_of_several_types_are_reported_with_their_pools(tmp_path: Path) -> None:
@@ -120,7 +123,7 @@ def test_injected_and_real_losses_are_distinguished(kind: type[JournalledCluster
     (victim,) = cluster.killed_s
     assert report.morphs[0].injected == ((victim,) if is_injected else ())
     for told in (summarise(report), report_page(report, None)):
-        assert ("1 by injected preemptions" in told) == is_injected
+        assert ("(1 by morph inject)" in told) == is_injected
     assert (f"{victim} lost (injected); 3x2 -> 2x2" in summarise(report)) == is_injected
     assert (f"(injected: {victim})" in report_page(report, None)) == is_injected
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 
 import numpy as np
 import pytest
@@ -24,7 +25,9 @@ from morph.contract.profile import load_profile
 from simulator import PlanRequest, plan, synthetic_profile
 from simulator.inputs.synthetic import with_type
 from simulator.render import tables
+from simulator.search.pools import Pools
 from simulator.search.preference import LEAST_TIME_ERROR, Errors, preferred
+from simulator.search.setting import SCHEDULES
 from tests.seeds import each_seed
 
 WORTH, _TOLERATED = PlanRequest().worth, 1.01
@@ -87,6 +90,17 @@ def test_a_gap_is_proved_of_all_plans_on_the_same_gpus_alone() -> None:
     price = {"v100": 0.9, "t4": 0.16}
     for given in ({"pipeline_depth": 9}, {"budget_usd_per_h": 10.0, "usd_per_gpu_hour": price["v100"]}):
         assert plan(profile, num_gpus=19, **given).gap is None
+
+
+@each_seed(6, in_long=60)
+def test_rough_bounds_are_never_stricter_than_close_ones(seed: int) -> None:
+    profile, request, pool = case_of("two types, limits", seed)
+    pools = Pools(profile, replace(request, unequal=True), tuple(pool))
+    for schedule in SCHEDULES:
+        alone = pools.mixes(1, schedule).types
+        reaches = [*(each.reach for each in alone), pools.two_types_of(1, schedule).splits_of(0, 1, (2, 2))]
+        for reach, time_ns in product(reaches, np.geomspace(1e6, 1e9, 40).tolist()):
+            assert (reach.gains(time_ns, rough=True) >= reach.gains(time_ns)).all()
 
 
 def larger(case: Case, factor: float) -> dict[str, Case]:

@@ -14,7 +14,7 @@ from manager.engine.machines.machines import Processes
 from manager.rehearsal.device import EmulationOptions
 from manager.report.journal_reader import read_report
 from manager.report.values import RunReport
-from manager.run.session import RunSpec, run_session
+from manager.run.session import SessionSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import ClusterConfig, Policy
@@ -86,7 +86,7 @@ def best(profile: Profile, shape: str) -> Plan:
     return plan_of(profile, shape, M)
 
 
-def emulated(case: Case, log_path: Path, profile: Profile = PROFILE) -> tuple[RunSpec, RunFacts]:
+def emulated(case: Case, log_path: Path, profile: Profile = PROFILE) -> tuple[SessionSpec, RunFacts]:
     """Return the case on emulated devices that take the profile's times."""
     plans = {count: best(profile, shape) for count, shape in case.shapes.items()}
     spec, facts = emulated_run(profile, plans, case.num_vms, case.steps, EmulationOptions())
@@ -100,7 +100,7 @@ def emulated(case: Case, log_path: Path, profile: Profile = PROFILE) -> tuple[Ru
     return spec, facts
 
 
-def real(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
+def real(case: Case, log_path: Path) -> tuple[SessionSpec, RunFacts]:
     job = load_tiny_job()
     config = ControllerConfig(
         fingerprint=job.fingerprint,
@@ -111,7 +111,7 @@ def real(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
         policy=case.policy,
         expected_nodes=case.num_vms,
     )
-    spec = RunSpec(
+    spec = SessionSpec(
         job_path=JOB,
         config=config,
         cluster=ClusterConfig(policy=config.policy),
@@ -126,13 +126,13 @@ def real(case: Case, log_path: Path) -> tuple[RunSpec, RunFacts]:
     return spec, facts_of(spec, job.batch_size)
 
 
-def run(directory: Path, make: Callable[[Case, Path], tuple[RunSpec, RunFacts]], case: Case) -> Ran:
+def run(directory: Path, make: Callable[[Case, Path], tuple[SessionSpec, RunFacts]], case: Case) -> Ran:
     """Run to the end, or until an observer stops the run; every decision is printed if the test fails."""
     directory.mkdir(exist_ok=True)
     spec, facts = make(case, directory / "workers.log")
     turns: list[Observed] = []
     with RunDir(directory / "run", facts) as opened:
-        finish = run_session(spec, opened, turns.append, case.attend)
+        finish = run_session(spec, opened, turns.append, attend=case.attend)
         for turn in turns:
             state = turn.decision.state
             print(f"{turn.time_s:.3f} v{state.version} {turn.event.kind} -> {turn.decision.reason.sentence}")

@@ -11,7 +11,7 @@ from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.machines.machines import OpenMachines, Processes
 from manager.rehearsal.device import EmulationOptions, emulated_device, known_units
-from manager.run.session import RunSpec, run_session
+from manager.run.session import SessionSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import ClusterConfig, LocalVms, Policy
@@ -31,7 +31,7 @@ def shape(profile: Profile, stages: int, replicas: int) -> Plan:
 
 def emulated_run(
     profile: Profile, plans: Mapping[int, Plan], num_vms: int, num_steps: int, options: EmulationOptions
-) -> tuple[RunSpec, RunFacts]:
+) -> tuple[SessionSpec, RunFacts]:
     """Return a run of a profile on emulated devices with default policy and machines; ``plans[G]`` is for G workers."""
     units, m = known_units(profile), next(iter(plans.values())).micro_batch_size
     config = ControllerConfig(
@@ -44,7 +44,7 @@ def emulated_run(
         expected_nodes=num_vms,
         section_compute_s=profile.section_compute_s(m),
     )
-    spec = RunSpec(
+    spec = SessionSpec(
         job_path="emulated",
         config=config,
         cluster=ClusterConfig(),
@@ -86,7 +86,7 @@ class Emulated:
             slow_spells=self.spells,
         )
         with RunDir(directory, facts) as opened:
-            finish = run_session(spec, opened, self._observe, self.attend)
+            finish = run_session(spec, opened, self._observe, attend=self.attend)
             print("\n".join(self.lines))  # pytest shows this when the test fails
             assert finish.outcome != "failed", finish.sentence
             manifest = read_manifest(opened.checkpoint_url, complete_versions(opened.checkpoint_url)[-1])

@@ -12,7 +12,7 @@ from manager.controller.state.config import ControllerConfig
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.machines.machines import OpenMachines
-from manager.run.session import RunSpec, run_session
+from manager.run.session import SessionSpec, run_session
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.checkpoint import Manifest
@@ -147,7 +147,7 @@ def constant_vms(count: int) -> Trace:
     return Trace(events=tuple(TraceEvent(time_s=0, event="add", node_id=f"vm{index}") for index in range(count)))
 
 
-def facts_of(spec: RunSpec, batch_size: int) -> RunFacts:
+def facts_of(spec: SessionSpec, batch_size: int) -> RunFacts:
     return RunFacts(
         job=spec.job_path,
         fingerprint=spec.config.fingerprint,
@@ -196,7 +196,7 @@ def managed(
         target_nodes=vms.keep or 0,
     )
     cluster = ClusterConfig(vms=vms, policy=policy)
-    spec = RunSpec(job_path, config, cluster, trace, NUM_SECTIONS, MICRO_BATCH_SIZE, faults, slow_spells)
+    spec = SessionSpec(job_path, config, cluster, trace, NUM_SECTIONS, MICRO_BATCH_SIZE, faults, slow_spells)
     spec = replace(spec, machines=machines, code=pack(job_path, collect(job_path)), cut=cut_for_workers(job_path))
     history: list[str] = []
     formed: list[str] = []
@@ -212,7 +212,7 @@ def managed(
             observe(observed)
 
     with RunDir(run_dir, facts_of(spec, job.batch_size)) as opened:
-        finish = run_session(spec, opened, remember, attend)
+        finish = run_session(spec, opened, remember, attend=attend)
         print("\n".join(history))  # pytest shows this when the test fails
         newest = complete_versions(opened.checkpoint_url)[-1]
         return Outcome(finish.outcome, read_manifest(opened.checkpoint_url, newest), tuple(history), tuple(formed))

@@ -16,7 +16,6 @@ from typing import Literal
 
 import psutil
 
-from manager.controller.state.actions import Finish
 from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event, ManagerResumed, WorkerAnswered
 from manager.engine.loop.driver import Observed
@@ -24,11 +23,13 @@ from manager.engine.loop.event_queue import EventQueue
 from manager.engine.machines.attachment import find_living
 from manager.journal.records import Fact
 from manager.run import session
-from manager.run.session import Restarts, RunSpec, run_until_it_ends
+from manager.run.session import SessionSpec
+from manager.run.train import Restarts
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.base import Value
 from morph.contract.cluster import ClusterConfig, LocalVms
+from morph.contract.errors import ClusterError
 from morph.contract.messages import HandedCut, WorkerReady
 from morph.contract.trace import Trace
 from morph.jobs.snapshot import collect, pack
@@ -140,7 +141,7 @@ def main() -> None:
     """Run until the end, or until the ordered death."""
     orders = Orders.model_validate_json(Path(sys.argv[1]).read_text(encoding="utf-8"))
     config = orders.config
-    spec = RunSpec(
+    spec = SessionSpec(
         job_path=orders.job,
         config=config,
         cluster=ClusterConfig(vms=orders.vms, policy=config.policy),
@@ -152,20 +153,8 @@ def main() -> None:
     )
     if any(death.unwritten for death in orders.deaths):
         session.EventQueue = DeafEventQueue  # type: ignore[misc]
-    again = Restarts(config.policy.give_up_after_s)
+    again = Restarts(config.policy.give_up_after_s, print)
     undertakers = [Undertaker(death, orders) for death in orders.deaths if not death.unwritten]
-
-    def one_session(number: int) -> Finish:
-        found, begun = find_living(opened, {}), spec
-        if found and not orders.vms.under_ray:
-            for undertaker in undertakers:
-                undertaker.pids.update(found.greeting["vms"])
-        if number:
-            if orders.gate is not None:
-                orders.gate.touch()
-            begun = session.with_resumed_trace(replace(spec, config=from_newest(config, opened)), opened)
-        print(f"found {len(found.vms) if found else 'nothing'}", flush=True)
-        return session.run_session(begun, opened, observe, found=found)
 
     def observe(observed: Observed) -> None:
         again(observed)
@@ -173,7 +162,20 @@ def main() -> None:
             undertaker(observed)
 
     with RunDir(orders.run_dir, facts_of(spec, orders.batch_size)) as opened:
-        finish = run_until_it_ends(one_session, again, print)
+        finish, begun = None, spec
+        while finish is None:
+            found = find_living(opened, {})
+            if found and not orders.vms.under_ray:
+                for undertaker in undertakers:
+                    undertaker.pids.update(found.greeting["vms"])
+            print(f"found {len(found.vms) if found else 'nothing'}", flush=True)
+            try:
+                finish = again.after(session.run_session(begun, opened, observe, found=found))
+            except ClusterError as error:
+                finish = again.after(error)
+            if orders.gate is not None:
+                orders.gate.touch()
+            begun = session.with_resumed_trace(replace(spec, config=from_newest(config, opened)), opened)
         print(finish.outcome, flush=True)
 
 

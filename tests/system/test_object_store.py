@@ -18,7 +18,7 @@ from tests.checkpoint.fake_blobs import CONTAINER, BlobService, blob_service
 from tests.checkpoint.fake_buckets import BucketService, bucket_service
 from tests.cli.given import without_phases
 from tests.system.commands import RunningMorph, ended
-from tests.system.exposure import files_below, files_with, shown_by
+from tests.system.exposure import files_below, files_with
 from tests.system.harness import uninterrupted
 from tests.system.held import ORDER_S, HeldJob
 
@@ -30,7 +30,7 @@ CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 
 @dataclass(frozen=True)
 class Place:
-    """Where checkpoints go, and how the workers start that write them.
+    """Where checkpoints go.
 
     ``wrong``: the environment of a user whom the store does not know. ``expired``: how the store refuses credentials
     that were valid before.
@@ -42,7 +42,6 @@ class Place:
     environment: dict[str, str]
     wrong: dict[str, str]
     expired: tuple[int, str]
-    launcher: str
 
 
 def _blobs(stack: ExitStack) -> Place:
@@ -50,14 +49,14 @@ def _blobs(stack: ExitStack) -> Place:
     service = stack.enter_context(blob_service())
     known = {CONNECTION: service.connection_string}
     wrong = {CONNECTION: BlobService(port=service.port).connection_string}
-    return Place(f"abfs://{CONTAINER}/run", service, service.key, known, wrong, (403, "AuthenticationFailed"), "ray")
+    return Place(f"abfs://{CONTAINER}/run", service, service.key, known, wrong, (403, "AuthenticationFailed"))
 
 
 def _buckets(stack: ExitStack) -> Place:
     service = stack.enter_context(bucket_service())
     wrong = BucketService(port=service.port).environment
     url, expired = f"s3://{service.bucket}/run", (400, "ExpiredToken")
-    return Place(url, service, service.key, service.environment, wrong, expired, "processes")
+    return Place(url, service, service.key, service.environment, wrong, expired)
 
 
 @pytest.fixture(params=[_blobs, _buckets], ids=["Azure", "S3"])
@@ -78,7 +77,7 @@ def test_runs_in_a_failing_store_are_resumed_and_pruned_with_equal_weights(
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     job = HeldJob(tmp_path / "code", tmp_path / "gate", 7)  # one checkpoint
     named = ", ".join(place.environment)
-    vms = f"{{num_vms: 2, launcher: {place.launcher}, pass_variables: [{named}]}}"
+    vms = f"{{num_vms: 2, launcher: processes, pass_variables: [{named}]}}"
     policy = f"{{checkpoint_every_steps: 5, order_timeout_s: {ORDER_S}}}"
     cluster.write_text(f"vms: {vms}\npolicy: {policy}\n", encoding="utf-8")
     arguments = (
@@ -100,11 +99,6 @@ def test_runs_in_a_failing_store_are_resumed_and_pruned_with_equal_weights(
             place.service.faults.clear()
         job.allow(22)
         run.wait_for_line("the checkpoint of version")
-        environments = shown_by(run.family()).environments.values()
-        of_ray = {Path(found["RAY_TMPDIR"]) for found in environments if "RAY_TMPDIR" in found}
-        logs = {str(path): data for directory in of_ray for path, data in files_below(directory)}
-        assert bool(logs) is (place.launcher == "ray")
-        assert files_with(logs, [place.secret]) == set()
         run.press_ctrl_c()
         run.wait_for_line("SIGINT: the run ends at the next step boundary")
         job.let_go()

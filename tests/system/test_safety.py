@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import base64
+import secrets
 import signal
 import stat
 import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -29,6 +31,7 @@ from tests.waiting import BOUND_S
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 MANY_STEPS, HELD_AFTER = 1_000_000, 8
+VMS = "{num_vms: 3, launcher: ray, pass_variables: [OF_STORE]}"
 POLICY = f"{{checkpoint_every_steps: 5, heartbeat_timeout_s: {BEAT_S}, order_timeout_s: {ORDER_S}}}"
 PRIVATE = ("attach.json", "page.json")
 """Files of a run directory that hold a secret during the run."""
@@ -50,7 +53,7 @@ class Seen:
     ``live_modes``: modes of the files with secrets.
     """
 
-    secrets: dict[str, str]
+    tokens: dict[str, str]
     all_secrets: tuple[str, ...]
     shown: Shown
     live_modes: dict[str, int]
@@ -64,11 +67,19 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def credentials() -> Iterator[str]:
+    """Set a variable that workers get, as credentials of a store are; return its value."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OF_STORE", value := secrets.token_hex())
+        yield value
+
+
+@pytest.fixture(scope="module")
+def seen(calibrated: Path, credentials: str, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("safety")
     run_dir, cluster = folder / "run", folder / "cluster.yaml"
     job = HeldJob(folder / "code", folder / "gate", HELD_AFTER)
-    cluster.write_text(f"vms: {{num_vms: 3, launcher: ray}}\npolicy: {POLICY}\n", encoding="utf-8")
+    cluster.write_text(f"vms: {VMS}\npolicy: {POLICY}\n", encoding="utf-8")
     arguments = (
         *("run", job.path, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir),
         *("--steps", MANY_STEPS, "--plain", "--verbose"),
@@ -84,7 +95,7 @@ def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         live_modes["the directory of Ray"] = ray_directory.stat().st_mode
         modes = {f"{path} meanwhile": path.lstat().st_mode for path in (run_dir, *run_dir.rglob("*")) if path.exists()}
         address = read_address(run_dir)
-        secrets = {"Ray's token": token.read_text(encoding="ascii"), "the page's token": address.token}
+        tokens = {"Ray's token": token.read_text(encoding="ascii"), "the page's token": address.token}
         (head,) = [found.port for found in shown.listening if found.process == "gcs_server"]
         address_of_head = f"127.0.0.1:{head}"
         strangers = {
@@ -112,13 +123,13 @@ def seen(calibrated: Path, tmp_path_factory: pytest.TempPathFactory) -> Seen:
         code = command.wait_for_end()
         outputs["the run"] = command.output
         assert not ray_directory.exists()
-        all_secrets = tuple(command.secrets)
+        all_secrets = (*command.secrets, credentials)
     modes |= {str(path): path.lstat().st_mode for path in (run_dir, *run_dir.rglob("*"))}
     files = {str(path.relative_to(run_dir)): data for path, data in files_below(run_dir)}
     with Journal.open(run_dir / JOURNAL, read_only=True) as journal:
         files["the journal, line by line"] = "\n".join(entry.payload_json for entry in journal.read()).encode()
     return Seen(
-        secrets, all_secrets, shown, live_modes, ray_files, files, outputs, strangers, code, run_dir, modes
+        tokens, all_secrets, shown, live_modes, ray_files, files, outputs, strangers, code, run_dir, modes
     )  # fmt: skip
 
 
@@ -158,8 +169,8 @@ def test_everything_listens_on_loopback_alone(seen: Seen) -> None:
 
 
 def test_the_secrets_of_the_run_are_known_to_this_test(seen: Seen) -> None:
-    assert set(seen.secrets.values()) <= set(seen.all_secrets)
-    assert len(set(seen.all_secrets)) >= 4  # includes the run's secret, and the one from which the workers' own follow
+    assert set(seen.tokens.values()) <= set(seen.all_secrets)
+    assert len(set(seen.all_secrets)) >= 5  # includes the run's secret, and the one from which the workers' own follow
     assert all(len(secret) >= 32 for secret in seen.all_secrets)
 
 
@@ -175,9 +186,9 @@ def test_rays_logs_hold_no_secret_and_its_token_is_in_one_file(seen: Seen) -> No
     assert files_with(seen.ray_files, seen.all_secrets) == {"token"}
 
 
-def test_no_secret_is_in_a_command_line_or_an_environment(seen: Seen) -> None:
+def test_no_secret_is_in_a_command_line_or_an_environment(seen: Seen, credentials: str) -> None:
     assert seen.shown.command_lines
-    assert with_secrets(seen.shown, seen.all_secrets) == []
+    assert with_secrets(seen.shown, set(seen.all_secrets) - {credentials}) == []
 
 
 def test_no_secret_is_shown_by_any_command_or_error(seen: Seen) -> None:

@@ -29,6 +29,8 @@ WHOLE = {
     "checkpoint": ("manager/controller/steps/", "manager/engine/loop/", "morph/checkpoint/"),
 }
 """Folders of which a walk names every file on its way."""
+STAIR = ("manager/commands/", "manager/run/")
+"""Folders whose files are steps in the order in which they are first entered; one thread enters them."""
 
 
 class Walks:
@@ -75,6 +77,8 @@ def check_walks(traced: dict[str, list[str]]) -> None:
         whole = [file for file in entered if file.startswith(WHOLE[walk])]
         assert [file for file in steps if file.startswith(WHOLE[walk]) and file not in entered] == [], walk
         assert [file for file in whole if file not in beside] == [], walk
+        stair = [file for file in entered if file in steps and file.startswith(STAIR)]
+        assert stair == [file for file in steps if file.startswith(STAIR)], walk
 
 
 def main() -> None:

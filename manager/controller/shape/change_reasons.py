@@ -29,10 +29,8 @@ def drain_due(transition: Transition) -> str | None:
 def change_due(transition: Transition) -> str | None:
     """Return why the shape should change at this boundary; None if it should not, or not yet.
 
-    A drain that cannot wait, and a slow member that costs more than it contributes, are handled at once. A better shape
-    with new workers waits for a further one that is almost ready while that costs less than a second change: training
-    without the gain for w seconds costs ``w * gain``, a change costs its duration. The same shape is re-formed if it
-    should gain or lose followers.
+    Training without a gain for w seconds costs ``w * gain``, a change costs its duration: so a better shape with new
+    workers waits for a further one that is almost ready while that costs less than a second change.
     """
     leaving = drain_due(transition)
     if leaving is not None:
@@ -57,9 +55,8 @@ def change_due(transition: Transition) -> str | None:
 def worth_giving_up(transition: Transition) -> str | None:
     """Return why the step under way should be abandoned for new workers; None: they wait for its end.
 
-    Its partial sums are kept, so the cost is that of the change and of the micro-batches between stages, which run
-    again: the pipeline drains and fills once more. The rest of the step must make up for this cost. A step is not
-    abandoned while a checkpoint is written, because its writers may change, or while another worker is almost ready.
+    Its partial sums are kept, so it costs the change, and the micro-batches between stages, which run again. No step is
+    abandoned while a checkpoint is written or another worker is almost ready.
     """
     state, choice, now_s = transition.state, chosen(transition), transition.now_s
     order, formed = state.step.order, state.reshape

@@ -64,11 +64,7 @@ class Redundancy(NamedTuple):
 
 
 def followers_due(transition: Transition) -> str | None:
-    """Return why the present shape should gain or lose its followers now; None if it should not.
-
-    Called after each save, when the duration of saves and the rate of VM losses are known better than when the shape
-    was formed.
-    """
+    """Return why the present shape should gain or lose its followers now, after a save; None if it should not."""
     state = transition.state
     if not state.saving.save_times.weighs or state.reshape is None:
         return None
@@ -94,10 +90,8 @@ def redundancy_of(
 ) -> Redundancy:
     """Choose followers by the policy; "auto": units get a follower where that costs less than losses would.
 
-    A follower costs the time in which a step's gradients still travel after the last backward; it saves the steps since
-    the last checkpoint whenever a unit would otherwise have no holder left. Copying partial sums costs time; each loss
-    repeats on average half of the interval between two copies. So, as for checkpoints (Young's formula), the best
-    interval is sqrt(2 cost / rate).
+    A follower costs the time in which gradients still travel after the last backward, and the copies of partial sums,
+    whose best interval is sqrt(2 cost / rate) (Young's formula); it saves the steps since the last checkpoint.
     """
     policy = state.config.policy.redundancy
     if policy == "off":
@@ -175,11 +169,9 @@ def choose_followers(
 ) -> tuple[Follow, ...]:
     """Give each worker a follower on another VM; no worker gets one if all are on one VM.
 
-    Candidates are preferred in this order: workers that already hold most of the followed worker's units (replicas or
-    its former follower), so that the least has to travel; workers in another zone; workers that it follows itself,
-    which makes pairs; and workers that keep the fewest bytes for others. ``needed``: units by stage; ``held``: units by
-    worker, at the present version; ``sizes``: in bytes; ``sole``: units that only one VM holds in this shape, which
-    followers must keep in step.
+    Preferred are workers that hold most of the units already, then those in another zone, those that it follows itself
+    (pairs), and those that keep the fewest bytes for others. ``needed``: units by stage; ``held``: by worker; ``sole``:
+    units that only one VM holds in this shape.
     """
     stages = [frozenset(units) for units in needed]
     own = {slot.worker: stages[slot.stage] for slot in slots}
@@ -202,10 +194,7 @@ def choose_followers(
 
 
 class _Candidates:
-    """Candidates for followers, a heap per kind: the cost grows with the number of workers, not with its square.
-
-    Ranks only grow while followers are assigned, so a rank is updated when it reaches the top of its heap.
-    """
+    """Candidates for followers, in a heap per kind; ranks only grow, and are updated at the top of their heap."""
 
     def __init__(
         self,

@@ -59,10 +59,8 @@ def partly_lost_until_s(state: ControllerState, now_s: float) -> float | None:
 def form_or_hold(transition: Transition) -> None:
     """While no worker has an order: form the next generation, or wait for a worker that is almost ready.
 
-    Waiting pays as long as it costs less than the change that would take the worker in later: training at ``now``
-    examples/s for w seconds is worth ``w * now``, and a change that takes c seconds costs ``c * then``. The bound is
-    set when the wait begins, so that workers that come one by one cannot prolong it. Before that, a VM that lost
-    a worker gets time to lose its other workers.
+    Waiting w seconds costs ``w * now`` (examples/s), a later change that takes c seconds ``c * then``. The bound is set
+    when the wait begins, so that workers that come one by one cannot prolong it.
     """
     if transition.state.waits.partly_lost and _await_partly_lost_vms(transition):
         return None
@@ -96,11 +94,7 @@ def _await_partly_lost_vms(transition: Transition) -> bool:
 
 
 def form(transition: Transition, *, planned: bool = False) -> None:
-    """Form the next generation from the ready workers, none of which has an order; wait if no plan fits them.
-
-    When a unit has no living holder and the decided version cannot be read from storage, the run goes back to the
-    version of the newest checkpoint, or to 0.
-    """
+    """Form the next generation from the ready workers, none of which has an order; wait if no plan fits them."""
     if not planned:
         _go_by_what_was_learned(transition)
     choice, now_s = chosen(transition), transition.now_s
@@ -140,9 +134,7 @@ def form(transition: Transition, *, planned: bool = False) -> None:
 
 
 def next_order(transition: Transition) -> tuple[ReshapeOrder, str]:
-    """Return the order that forms the best shape now, with a source for each missing unit, and a note on its followers;
-    it is built once per decision, as long as nothing changes that it depends on.
-    """
+    """Return the order that forms the best shape now, with sources for missing units, and a note on followers."""
     state, choice = transition.state, chosen(transition)
     saving = state.saving
     assert choice is not None, "no plan fits"

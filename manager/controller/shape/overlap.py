@@ -9,11 +9,10 @@ INFINITE = float("inf")
 
 
 def largest_overlap(gain: Sequence[Sequence[int]], demand: Sequence[int], supply: Sequence[int]) -> list[list[int]]:
-    """Meet every row's demand from the columns' supply so that the sum of gains is largest.
+    """Meet every row's demand from the columns' supply so that the sum of gains is largest; return ``[row][column]``.
 
-    Successive shortest paths with potentials (Ahuja, Magnanti, Orlin: Network Flows, 9.7): each search costs O(rows x
-    columns) and moves as much flow as its path can carry. ``gain[i][j]``: the value of one worker of column j in row i.
-    The total supply is at least the total demand. Returns ``[i][j]``: how many workers of column j go to row i.
+    Successive shortest paths with potentials (Ahuja, Magnanti, Orlin: Network Flows, 9.7). ``gain[i][j]``: of one
+    worker of column j in row i. The total supply is at least the total demand.
     """
     assert sum(demand) <= sum(supply), "there are too few workers"
     problem = _Flow(gain, list(supply), [[0] * len(supply) for _ in demand], [0] * len(demand), [0] * len(supply))

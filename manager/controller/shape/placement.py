@@ -28,11 +28,9 @@ def place(
 ) -> tuple[Slot, ...]:
     """Assign workers to slots so that the fewest bytes have to move; returns slots ordered by (stage, replica).
 
-    The result is exact: none has a larger overlap between the bytes that workers hold and those that their stages
-    need. Workers of one type that hold the same units are interchangeable, so whole kinds of workers are assigned to
-    stages, and the time hardly grows with the number of workers. There must be enough workers of each stage's type;
-    among equal workers, the later ones are left over. Replicas of a stage go to different VMs, or zones, as far as
-    possible; see ``spread``.
+    The result is exact. Workers of one type that hold the same units are interchangeable, so whole kinds of workers are
+    assigned to stages. There must be enough of each stage's type; among equal workers, the later ones are left over.
+    Replicas of a stage go to different VMs, or zones, as far as possible; see ``spread``.
     """
     kinds: dict[tuple[frozenset[UnitId], str], list[int]] = {}
     for index, worker in enumerate(workers):
@@ -69,11 +67,10 @@ def choose_sources(
     restore: str | None,
     unable: Set[WorkerId] = frozenset(),
 ) -> tuple[StateSource, ...]:
-    """Return, for each worker and unit of its stage, where the state comes from.
+    """Return, for each worker and unit of its stage, where the state comes from: itself, if it holds it.
 
-    A worker keeps what it holds. Other units come from living holders, with the bytes to send spread evenly and only
-    over workers that hold a unit already (no chains). Units without a holder come from ``restore``: "checkpoint" or
-    "initial". Workers in ``unable`` cannot read it: others read these units and send them, also spread evenly.
+    Other units come from living holders, with the bytes to send spread evenly and no chains, or from ``restore``. For
+    workers in ``unable``, which cannot read that, others read and send them.
     """
     stages = [frozenset(units) for units in needed]
     lacked: dict[WorkerId, list[UnitId]] = {}
@@ -90,7 +87,7 @@ def choose_sources(
     if unable and restore == "checkpoint":
         able = [worker for worker in held if worker not in unable]
         unread = [(worker, unit) for worker, units in lacked.items() for unit in units if not holders_of[unit]]
-        load = {one: sum(sizes[unit] for worker, unit in unread if worker == one) for one in able}
+        load = {reader: sum(sizes[unit] for worker, unit in unread if worker == reader) for reader in able}
         relayed = [entry for entry in unread if entry[0] in unable]
         readers = _share_sending(relayed, dict.fromkeys(holders_of, able), sizes, load)
     sources: list[StateSource] = []
@@ -172,12 +169,10 @@ def spread(
 ) -> list[list[int]]:
     """Choose the workers of each stage; returns, for each stage, their positions by replica.
 
-    A lost VM takes all of its workers with it. So the replicas of a stage go to different VMs, where that moves no
-    additional bytes; after that, pipelines are kept within VMs. If each worker has its own VM, zones take the place of
-    VMs here, because VMs of one zone are often revoked together. ``workers`` are in order of appearance. ``kinds``: for
-    each kind, the positions of the workers that hold the same units, in order. ``dealt[s][k]``: how many workers of
-    kind k drive stage s. ``firsts``: the first stages of pipelines. ``sections``: those of each stage, because stages
-    of unequal pipelines may share some; if absent, no two stages share a section.
+    A lost VM takes all of its workers with it, so the replicas of a stage go to different VMs (or zones, if each worker
+    has its own VM) where that moves no additional bytes; then pipelines are kept within VMs. ``kinds``: positions of
+    workers that hold the same units; ``dealt[s][k]``: how many of kind k drive stage s; ``firsts``: the first stages of
+    pipelines; ``sections``: those of each stage, if unequal pipelines may share some.
     """
     homes = [vm_of(worker) for worker in workers]
     if homes == list(workers):
@@ -222,12 +217,7 @@ class _Dealing:
         self.alike: dict[int, Sequence[int]] = {}
 
     def deal(self, kind: Sequence[int], wanted: Sequence[int]) -> None:
-        """Assign workers of one kind, pipeline by pipeline and VM by VM, each to a stage that its VM does not have yet.
-
-        Workers of one VM are taken one after another, so that a pipeline stays within a VM. A VM with more
-        workers than there are stages has its next turn only after all others. So no stage gets two workers of one VM if
-        all workers are of one kind and there are enough VMs.
-        """
+        """Assign workers of one kind, pipeline by pipeline and VM by VM, to stages that their VM does not have."""
         turn, seen = max(1, sum(count > 0 for count in wanted)), Counter[str]()
         keyed = []
         for worker in kind:
@@ -263,11 +253,7 @@ class _Dealing:
         return total
 
     def mend(self, stage: int, tried: set[int]) -> bool:
-        """Swap a worker of a stage at risk with one of the same kind on another VM; return whether that ended the risk.
-
-        If that puts the other worker's stage at risk, this is done there too, once for each stage (``tried``). If no
-        swap helps, all are undone.
-        """
+        """Swap a worker of a stage at risk with one of its kind on another VM; return whether that ended the risk."""
         tried.add(stage)
         changes = [
             (mine, other)
@@ -278,7 +264,7 @@ class _Dealing:
         for mine, other in changes:
             where = self.where[other]
             touched = self.rivals[stage] if where is None else self.rivals[stage] | self.rivals[where]
-            safe = [one for one in touched if one != where and not self.at_risk(one)]
+            safe = [position for position in touched if position != where and not self.at_risk(position)]
             self._change(mine, other)
             mended = not self.at_risk(stage) and not any(map(self.at_risk, safe))
             if mended and (
@@ -315,12 +301,12 @@ class _Dealing:
         self.at[stage].remove(worker)
         self.on[stage] -= Counter([self.vms[worker]])
 
-    def _change(self, one: int, other: int) -> None:
-        stages = self.where[one], self.where[other]
-        for worker, stage in zip((one, other), stages, strict=True):
+    def _change(self, position: int, other: int) -> None:
+        stages = self.where[position], self.where[other]
+        for worker, stage in zip((position, other), stages, strict=True):
             if stage is not None:
                 self._take(worker, stage)
-        for worker, stage in zip((other, one), stages, strict=True):
+        for worker, stage in zip((other, position), stages, strict=True):
             self.where[worker] = None
             if stage is not None:
                 self._put(worker, stage)

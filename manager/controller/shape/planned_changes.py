@@ -33,9 +33,7 @@ STEP_MARGIN = 1.5
 def stays(transition: Transition) -> bool:
     """Whether draining members run one more step: the shape without them is slower, and there is enough time.
 
-    The time must suffice for that step, for the pre-copy after it, and for the change, with the durations measured in
-    this run; before a step was measured, no member stays. Workers that become ready meanwhile join in the same change.
-    If the shape without the draining members is no slower, they leave at once, because VMs may be taken early.
+    The time must suffice for that step, for the pre-copy and for the change, by the durations measured in this run.
     """
     state, choice = transition.state, chosen(transition)
     if choice is None or state.plan is None or state.saving.save_times.step_s is None:
@@ -50,9 +48,7 @@ def stays(transition: Transition) -> bool:
 def starts_pre_copy(transition: Transition) -> bool:
     """Whether to pre-copy the units of a planned change that is due and train on; otherwise, it is formed now.
 
-    It is formed now when every unit has arrived or failed, when the time limit has passed, and when a pre-copy gains
-    nothing. If workers came or left since then, the former change's pre-copy is dropped and the new one's begins,
-    within the same time limit.
+    If workers came or left since, the new change's pre-copy begins, within the same time limit.
     """
     state, now_s, choice = transition.state, transition.now_s, chosen(transition)
     if choice is None:
@@ -111,10 +107,8 @@ def _until_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, .
 def _wait_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ...]) -> float | None:
     """Return the seconds from now to the boundary after these transfers, or None if waiting does not pay.
 
-    Sending takes the busiest worker ``transfer_s``, or more because gradients use the link too, and up to a step until
-    the next boundary; the change then saves most of ``transfer_s``. Training without the gain meanwhile must cost less
-    than that: ``wait * gain`` against ``saved * (1 + gain)``, in work of the present shape. Leaving out draining
-    members gains nothing, so it can wait.
+    Training without the gain meanwhile must cost less than the transfer that it saves: ``wait * gain`` against ``saved
+    * (1 + gain)``, in work of the present shape. Leaving out draining members gains nothing.
     """
     rules, plan = state.config.policy.rules.ahead, state.plan
     assert plan is not None, "no generation was formed"

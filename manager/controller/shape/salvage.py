@@ -35,10 +35,8 @@ def choose_salvage(
 ) -> Salvage | None:
     """Choose which partial sums count in a shape, and which worker continues each; None if no micro-batch is spared.
 
-    Each contribution must count once, and sums cannot be split: of overlapping sums, the largest counts; of equally
-    large sums, that of a worker that keeps its unit. A sum whose unit moves is sent to the unit's new worker.
-    ``needed``: units by stage; ``units``: the sections that use each; ``sizes``: bytes, by which receiving is balanced.
-    ``num_micro_batches``: those of the step, over all replicas.
+    Sums cannot be split: of overlapping ones, the largest counts. ``needed``: units by stage; ``units``: the sections
+    that use each; ``sizes``: bytes, by which receiving is balanced; ``num_micro_batches``: over all replicas.
     """
     if not kept:
         return None

@@ -1,7 +1,4 @@
-"""Chooses the best shape for the present workers, and judges what a change to it would gain and cost.
-
-A flapping machine, one that became unreliable again and again, must stay ready for a while before a shape uses it.
-"""
+"""Chooses the best shape for the present workers, and judges what a change to it would gain and cost."""
 
 from __future__ import annotations
 
@@ -32,10 +29,9 @@ def chosen(transition: Transition) -> Choice | None:
 
 
 def choose(state: ControllerState, now_s: float) -> Choice | None:
-    """Return the best shape of the present workers; None when no plan fits them.
+    """Return the best shape of the present workers; None when no plan fits them. Draining workers are never used.
 
-    Ready workers come first; workers of flapping machines or with errors are used only if no plan fits without them;
-    slow ones, the least slow first, only while the shape is faster with them. Draining workers are never used.
+    Flapping machines, and workers with errors, are used only if no plan fits without them; slow ones if they help.
     """
     steady, unsteady = _steady(state, now_s)
     if state.config.best_plan(pool_of(state, steady)) is None:

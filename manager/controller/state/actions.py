@@ -1,8 +1,4 @@
-"""Actions that the controller asks its shell to carry out.
-
-Orders are idempotent: they are named by (worker, generation, step or version, attempt), so a shell that
-carries one out twice, or resends it, changes nothing.
-"""
+"""Actions that the controller asks its shell to carry out; orders are idempotent, so resending one changes nothing."""
 
 from __future__ import annotations
 
@@ -135,10 +131,7 @@ class Abort(Value):
 
 
 class ProbeWorker(Value):
-    """Tell a worker that was left out as slow to time some work; ``WorkerProbed`` with the same number follows.
-
-    The work is that of the stage on which it was found slow; ``healthy_s`` is the time that a healthy worker needs.
-    """
+    """Tell a worker that was left out as slow to time the work that takes a healthy one ``healthy_s``."""
 
     kind: Literal["probe_worker"] = "probe_worker"
     worker: WorkerId
@@ -156,10 +149,9 @@ class ProbeWorker(Value):
 
 
 class RequestNodes(Value):
-    """Ask the provider for VMs; ``NodesGranted`` or ``RequestRefused`` follows, and ``NodeAppeared`` for each VM.
+    """Ask the provider for VMs; a request that is repeated under its name gets no further ones.
 
-    Each attempt has a new name; a request that is repeated under its name must get no further VMs. ``node_type``: the
-    type of their GPUs; empty: the run has one type.
+    ``NodesGranted`` or ``RequestRefused`` follows, and ``NodeAppeared`` for each VM.
     """
 
     kind: Literal["request_nodes"] = "request_nodes"
@@ -201,10 +193,7 @@ class MarkBest(Value):
 
 
 class FindCheckpoint(Value):
-    """Find the newest undamaged checkpoint by reading every byte, because a worker could not load this version.
-
-    ``CheckpointFound`` or ``CheckpointNotFound`` follows. ``at_most``: newer versions do not count.
-    """
+    """Find the newest undamaged checkpoint, ``at_most`` this version, by reading every byte."""
 
     kind: Literal["find_checkpoint"] = "find_checkpoint"
     doubted: Version
@@ -243,10 +232,9 @@ class NoteBadStep(Value):
 class Finish(Value):
     """The run is over: end every worker.
 
-    ``finished``: all steps are committed and checkpointed; ``stopped``: ended on request, resumable from the newest
-    checkpoint; ``failed``: the sentence says why; after an error inside a worker, ``cause`` is its kind and
-    ``traceback`` its place in the user's code, if it was there. ``rests``: by the user's policy, the VMs are given back
-    and the run is tried again later. ``at_limit``: a limit set by the user is reached.
+    ``stopped``: on request, resumable; ``failed``: the sentence, and after an error inside a worker ``cause`` and
+    ``traceback`` say why; ``rests``: VMs are given back, and the run is tried again later; ``at_limit``: a limit of the
+    user.
     """
 
     kind: Literal["finish"] = "finish"

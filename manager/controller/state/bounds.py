@@ -1,12 +1,8 @@
-"""How long a worker may take for an order before it counts as hanging.
+"""How long a worker may take for an order before it counts as hanging; ``policy.order_timeout_s`` replaces this.
 
-Expected times come from the plan and from measurements, sizes from the parameter units; speeds are measured in the run,
-and until then those of a slow machine are assumed. Each bound is ``HEADROOM`` times the expected time, and never less
-than a floor, so that a hanging worker is found within a known multiple of what its order should have taken. A
-generation that decides no step doubles the bounds of the next, up to ``MOST_DOUBLINGS`` times, because expected times
-may be wrong. ``policy.order_timeout_s`` replaces these bounds where it is set.
-
-The bound on heartbeats is separate and fixed, because they show whether a worker lives, whatever it is doing.
+Each bound is ``HEADROOM`` times the expected time, and never less than a floor. Expected times come from the plan and
+from measurements; speeds are those of a slow machine until they are measured in the run. A generation that decides no
+step doubles the bounds of the next, up to ``MOST_DOUBLINGS`` times, because expected times may be wrong.
 """
 
 from __future__ import annotations
@@ -39,11 +35,7 @@ NUM_PROBED = 6
 
 
 def step_bound_s(state: ControllerState, order: ReshapeOrder, version: int | None = None) -> float:
-    """Return the bound (seconds) of a step in the shape that an order forms.
-
-    Besides running the mini-batch, members apply the previous step, convert sums and send state to followers.
-    ``version``: that at which the step begins; None: the bound of the longest step, with an evaluation.
-    """
+    """Return the bound (seconds) of a step in this shape, which also applies the last step and serves followers."""
     state_bytes = _stage_bytes(state, order.plan)
     expected_s = _mini_batch_s(state, order.plan) + 2 * state_bytes / PASS_BYTES_PER_S + _followed_s(state, order)
     return _bounded(state, expected_s + evaluation_s(state, order.plan, version))

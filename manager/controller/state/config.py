@@ -69,10 +69,9 @@ class Offer(Value):
 
 
 class ControllerConfig(Value):
-    """The job as the controller sees it.
+    """The job as the controller sees it; ``units``: by parameter unit, the sections that use it.
 
-    ``plans[G]`` is the best plan that ready workers on the GPUs of pool G can run (it may leave some of them idle);
-    pools for which no plan fits are absent. ``units`` maps each parameter unit to the sections that use it.
+    ``plans[G]`` is the best plan for GPUs of pool G (it may leave some idle); pools without a plan are absent.
     """
 
     job: str = "job"
@@ -107,7 +106,7 @@ class ControllerConfig(Value):
         default=(), description="GPUs that can be requested, if they may be of several types; absent: any"
     )
     num_cores: int | None = Field(
-        default=None, ge=1, description="cores that all workers share; absent: each worker has a device of its own"
+        default=None, ge=1, description="this machine's, if workers compute on them; absent: they have other devices"
     )
     device_memory_bytes: int | None = Field(
         default=None, ge=1, description="memory of one worker's device, as used for the plans; absent: no limit"
@@ -186,7 +185,7 @@ class ControllerConfig(Value):
 
     def _corrected(self, plan: Plan) -> Plan:
         """Return the plan, slowed down by the factor of the stage that takes longest in a step."""
-        if not self.factors:
+        if not self.factors or self.shares_cores:
             return plan
         shares = [kind.longest_share for kind in plan.pipeline_kinds for _ in range(kind.num_stages)]
         weights = [share / max(shares) for share in shares]
@@ -254,9 +253,13 @@ class ControllerConfig(Value):
         """The smallest number of workers for which there is a plan."""
         return by_pool(self.plans)[0][0].num_gpus
 
-    def shares_cores(self, plan: Plan) -> bool:
-        """Return whether a plan has more workers than they have cores, so that no time is a device's own."""
-        return self.num_cores is not None and plan.num_workers > self.num_cores
+    @cached_property
+    def shares_cores(self) -> bool:
+        """Whether the most workers of the run and its manager are more processes than there are cores for them.
+
+        Then no time of a worker is its own, in a shape of few workers too: others start, and end, beside it.
+        """
+        return self.num_cores is not None and by_pool(self.plans)[-1][0].num_gpus >= self.num_cores
 
     def expected_compute_s(self, stage: StagePlan) -> float | None:
         """Return the compute seconds that the profile expects for one micro-batch on a stage; None if not known."""

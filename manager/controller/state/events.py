@@ -34,10 +34,9 @@ class NodeFacts(Value):
 
 
 class NodeAppeared(Value):
-    """A VM is up; its worker is not started yet. Each incarnation has a new id, which becomes the worker's.
+    """A VM is up under a new id, which becomes its worker's; the worker is not started yet.
 
-    ``host`` names the machine if it can come back under another id; ``request`` is the request that it answers.
-    ``paid`` and ``facts``, if known, are for a worker that appears before its grant or without one.
+    ``host`` names the machine if it can come back; ``paid`` and ``facts`` are for a worker without an earlier grant.
     """
 
     kind: Literal["node_appeared"] = "node_appeared"
@@ -53,10 +52,9 @@ Cause = Literal["quota", "capacity", "error", "limit", "input"]
 
 
 class NodesGranted(Value):
-    """The provider grants a request, or, with fewer workers than requested, only this part of it.
+    """The provider grants a request, or, with fewer workers, a part of it; ``paid`` lacks VMs without a known price.
 
-    A worker that ``paid`` lacks is a VM without a known price, paid for from the grant on. ``waiting``: workers whose
-    VMs wait in their market's queue, for an unbounded time; they cost nothing until ``NodesStarted``.
+    ``waiting``: workers whose VMs wait in their market's queue and cost nothing until ``NodesStarted``.
     """
 
     kind: Literal["nodes_granted"] = "nodes_granted"
@@ -116,10 +114,7 @@ class WorkerAnswered(Value):
 
 
 class WorkerLost(Value):
-    """A worker died, its VM went away, or it fell silent. ``beside``: other workers of its VM that are lost with it.
-
-    ``unfit``: the VM itself said that no worker can be started on it.
-    """
+    """A worker died or fell silent, with those ``beside`` it on its VM; ``unfit``: the VM itself cannot run one."""
 
     kind: Literal["worker_lost"] = "worker_lost"
     worker: WorkerId
@@ -134,11 +129,7 @@ class WorkerLost(Value):
 
 
 class WorkerTimes(Value):
-    """Compute seconds (forward and backward) of one worker, for each micro-batch since the last report.
-
-    Recomputes are left out: which micro-batches need one depends on waits between workers, so replicas of a stage
-    differ in their number without being slow.
-    """
+    """Compute seconds (forward and backward, no recompute) of one worker's micro-batches since the last report."""
 
     worker: WorkerId
     generation: int
@@ -166,10 +157,7 @@ class ComputeTimesSeen(Value):
 
 
 class WorkerProbed(Value):
-    """A worker answers a probe. ``slowdown``: the time of its work as a multiple of a healthy worker's.
-
-    None: the worker did not run the probe, because an order came first or it could not do the work.
-    """
+    """A worker answers a probe; ``slowdown``: its time over a healthy worker's, None if it did not run the probe."""
 
     kind: Literal["worker_probed"] = "worker_probed"
     worker: WorkerId
@@ -178,10 +166,7 @@ class WorkerProbed(Value):
 
 
 class ManagerResumed(Value):
-    """A new manager took over; its state was rebuilt from the journal. ``living``: the workers that it can reach.
-
-    Actions that the old manager had decided, but perhaps not carried out, must be repeated.
-    """
+    """A new manager took over from the journal, and reaches the ``living``; actions may have to be repeated."""
 
     kind: Literal["manager_resumed"] = "manager_resumed"
     living: tuple[WorkerId, ...]
@@ -228,10 +213,7 @@ class CheckpointFound(Value):
 
 
 class CheckpointNotFound(Value):
-    """Storage could not be read to find an undamaged checkpoint; or, if ``damaged``, all of them are damaged.
-
-    ``none``: there is no checkpoint of the versions in question.
-    """
+    """Storage could not be read; or all checkpoints in question are ``damaged``, or there are ``none``."""
 
     kind: Literal["checkpoint_not_found"] = "checkpoint_not_found"
     error: Shown

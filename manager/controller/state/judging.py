@@ -27,10 +27,7 @@ def finisher(state: ControllerState) -> WorkerId | None:
 
 
 def take_evaluation(transition: Transition) -> None:
-    """Once all have answered an order, process the evaluation that they report: that of this order or the previous one.
-
-    TrainingStopped if the evaluation lacks the metric by which the job's best version is chosen.
-    """
+    """Once all have answered an order, process the evaluation that they report. Raises TrainingStopped."""
     state = transition.state
     size, step = state.evaluation, state.step
     if size is None or not size.acts:
@@ -57,7 +54,7 @@ def set_back_judged(transition: Transition, version: int) -> None:
     kept = unfinished if unfinished is not None and judged.last_version < unfinished.version < version else None
     losses = checkpoint.losses if checkpoint is not None and known else LossTrend()
     transition.change(judged=judged, unfinished=kept, losses=losses)
-    candidates = tuple(one for one in state.saving.candidates if one.version <= version)
+    candidates = tuple(save for save in state.saving.candidates if save.version <= version)
     transition.change_saving(candidates=candidates)
 
 
@@ -86,8 +83,8 @@ def _mark(transition: Transition) -> None:
         transition.actions.append(MarkBest(best=marked))
     newest = max(saving.newest, default=0)
     # a newer checkpoint may be complete before an older one that is still written
-    on_the_way = {one.version for one in saving.under_way} | {one.version for one in saving.sealing}
-    left = tuple(one for one in saving.candidates if one.version > newest or one.version in on_the_way)
+    on_the_way = {save.version for save in saving.under_way} | {save.version for save in saving.sealing}
+    left = tuple(save for save in saving.candidates if save.version > newest or save.version in on_the_way)
     transition.change_saving(marked=marked, candidates=left)
 
 
@@ -97,11 +94,7 @@ def awaits_metrics(state: ControllerState, version: int) -> bool:
 
 
 def may_be_best(state: ControllerState, under_way: Sequence[PendingCheckpoint]) -> tuple[PendingCheckpoint, ...]:
-    """Return the checkpoints under way that a newer one must not replace.
-
-    These are the oldest, so that some checkpoint is completed now and then, those that are not judged yet, and the best
-    of the others if it is better than every complete one.
-    """
+    """Return the checkpoints under way that a newer one must not replace: the oldest, unjudged ones, and the best."""
     values = {candidate.version: candidate for candidate in state.saving.candidates}
     best = marked_with(state, *(save.version for save in under_way if save.version in values))
     return tuple(
@@ -112,10 +105,7 @@ def may_be_best(state: ControllerState, under_way: Sequence[PendingCheckpoint]) 
 
 
 def manifest_order(state: ControllerState, manifest: Manifest) -> WriteManifest:
-    """Order a manifest, and spare checkpoints that may be the best once the earlier manifests are known to be written.
-
-    These are the best of the stored checkpoints and of those on the way, and evaluated versions without a result yet.
-    """
+    """Order a manifest, and spare checkpoints, stored or on the way, that are or may become the best one."""
     if state.evaluation is None or state.evaluation.best is None:
         return WriteManifest(manifest=manifest)
     saving, evaluation = state.saving, state.evaluation

@@ -11,9 +11,9 @@ without observations follows in part those of the other types, and stays nearly 
 only run the same sections, a slower type cannot be told from slower sections, and the standard errors of its other
 sections show this. Times of links are not learned.
 
-Only shapes whose workers have a device each are observed: what neighbours on the same cores take is no property of a
-section. A correction is kept only as long as it forecasts stages that were not observed before better than the profile
-does (``Forecasts``).
+Only runs whose workers have a device each are observed: what neighbours on the same cores take is no property of a
+section. A stage counts once it is ``established``. A correction is kept only as long as it forecasts stages that were
+not observed before better than the profile does (``Forecasts``).
 """
 
 from __future__ import annotations
@@ -142,16 +142,18 @@ def with_observation(
     return tuple(other for other in observations if other is not forgotten)
 
 
+def established(seen: Sequence[StageRatios]) -> tuple[StageRatios, ...]:
+    """Return the stages observed often enough that their own spread weighs as much as the assumed one."""
+    return tuple(entry for entry in seen if entry.num >= NOISE_COUNTS)
+
+
 def with_times(
     seen: tuple[StageRatios, ...],
     stages: Mapping[int, StagePlan],
     samples_s: Mapping[int, Sequence[float]],
     compute_s: Times,
 ) -> tuple[StageRatios, ...]:
-    """Add one observation for each of some stages: the median over its micro-batches' compute seconds, ``samples_s``.
-
-    ``compute_s``: the profile's seconds of each section, by type of GPU.
-    """
+    """Add an observation for each stage: the median of ``samples_s``; ``compute_s``: the profile's, by type of GPU."""
     for number, times_s in sorted(samples_s.items()):
         median_s, stage = statistics.median(times_s) if times_s else 0.0, stages[number]
         if median_s > 0:
@@ -214,8 +216,8 @@ def with_forecasts(
     return Forecasts(corrected=corrected, profiled=profiled)
 
 
-def _alike(one: str, other: str) -> float:
-    return 1.0 if one == other else ALIKE
+def _alike(node_type: str, other: str) -> float:
+    return 1.0 if node_type == other else ALIKE
 
 
 def is_material(before: Correction | None, now: Correction, seen: Sequence[StageRatios], compute_s: Times) -> bool:

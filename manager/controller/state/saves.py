@@ -68,9 +68,7 @@ class Doubt(Value):
 class PendingCheckpoint(Value):
     """A checkpoint on its way to storage: the writer of each unit, and the written units.
 
-    ``stale``: a writer was lost or its generation dissolved, so it may never be completed and another may begin.
-    ``refused``: writers whose storage refused the data; they get another order to write. ``started_s``: when the
-    present wait began; each written unit restarts the wait.
+    ``stale``: it may never be completed, so another may begin; ``refused``: writers whose storage refused the data.
     """
 
     version: Version

@@ -23,10 +23,9 @@ from morph.contract.salvage import PartialSum
 
 
 class OutstandingOrder(Value):
-    """The order that the workers in ``StepProgress.awaited`` have not answered yet.
+    """The order that the workers in ``StepProgress.awaited`` have not answered yet; ``version``: of a step.
 
-    ``version``: the step, for a step order. Workers must answer within ``limit_s`` seconds, and after an abort within
-    ``give_up_s``.
+    Workers must answer within ``limit_s`` seconds, and after an abort within ``give_up_s``.
     """
 
     kind: Literal["reshape", "step", "commit"]
@@ -77,11 +76,10 @@ class StepProgress(Value):
 
 
 class NodeRequest(Value):
-    """VMs that were requested and are not up.
+    """VMs of ``node_type`` that were requested and are not up: ``count`` are not granted yet.
 
-    ``count``: how many are not granted yet; ``granted``: name -> when it was granted; ``waiting``: granted VMs that do
-    not boot yet, because they are in their market's queue; ``facts``: the kinds of granted VMs; ``appeared``: workers
-    that appeared before their grant was reported; ``node_type``: the requested type.
+    ``granted``: name -> when; ``waiting``: granted ones in their market's queue; ``appeared``: workers before their
+    grant.
     """
 
     count: int
@@ -114,11 +112,7 @@ class Flaps(Value):
 
 
 class FailedSetups(Value):
-    """Consecutive setups that failed in the same way; forgotten when a setup succeeds.
-
-    ``way``: what the failures have in common; ``num``: how many there were on ``hosts`` since ``since_s``. The other
-    fields describe the last failure.
-    """
+    """Consecutive setups that failed in the same ``way``: ``num`` on ``hosts`` since ``since_s``; and the last one."""
 
     way: str
     num: int
@@ -176,11 +170,7 @@ class Provisioning(Value):
 
 
 class Yardstick(Value):
-    """The time (seconds) of a healthy worker for a micro-batch's forward and backward on these sections.
-
-    ``usual``: how all workers compared with the profile then, if that was known. ``by_sums``: the time is a mean over
-    many micro-batches, because the worker was found slow by such means.
-    """
+    """A healthy worker's time (seconds) for a micro-batch's forward and backward on these sections."""
 
     first_section: int
     end_section: int
@@ -227,10 +217,9 @@ class Probation(Value):
 
 
 class WorkerState(Value):
-    """One VM and its worker. ``holds``: units whose state at the decided version the worker certainly has.
+    """One VM and its worker, which certainly ``holds`` these units at the decided version.
 
-    ``ready_s``: when it was set up, None before that. ``eligible_s``: the time before which it is not used, because its
-    machine came and went too often. ``drain_until_s``: while it drains, the time at which its notice becomes void.
+    ``eligible_s``: not used before, because its machine came and went; ``drain_until_s``: then its notice is void.
     """
 
     appeared_s: float
@@ -302,14 +291,28 @@ class Phase(StrEnum):
     ABORTING = "aborting"
     ENDED = "ended"
 
+    @property
+    def words(self) -> str:
+        """The phase in words that need no explanation."""
+        return _IN_WORDS.get(self, self.value)
+
+
+_IN_WORDS = {
+    Phase.WAITING: "waiting for VMs",
+    Phase.HOLDING: "waiting for a worker",
+    Phase.RESTING: "waiting before another attempt",
+    Phase.RESHAPING: "forming the shape",
+    Phase.COMMITTING: "saving",
+    Phase.SEALING: "saving",
+    Phase.ABORTING: "leaving the shape",
+}
+
 
 class PreCopy(Value):
-    """A planned change whose units are pre-copied while the present generation continues to train.
+    """A planned change to ``slots`` of ``plan``, whose units are pre-copied while the present generation trains on.
 
-    The change leads to ``slots`` of ``plan``. ``moves`` are the units that receivers lack there, each with a member
-    that holds and sends it; ``synced``, by receiver, are units that have arrived and are kept at the decided version.
-    ``failed``: receivers that some units will not reach. Only the boundary at which the change was postponed waits for
-    a pre-copy, until ``until_s`` at the latest. ``limit_s``: how long a stream may be silent.
+    ``moves``: units that receivers lack; ``synced``: by receiver, those kept there at the decided version; ``failed``:
+    receivers that some units will not reach. Only the boundary that postponed the change waits, until ``until_s``.
     """
 
     number: int

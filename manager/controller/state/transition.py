@@ -90,17 +90,15 @@ class SliceChange(Generic[Fields]):
             assert not args, "fields are given by name"
             owners = list(accumulate(self._path, getattr, initial=transition.state))
             replaced = owners.pop().model_copy(update=fields)
-            for name, one in zip(reversed(self._path), reversed(owners), strict=True):
-                replaced = one.model_copy(update={name: replaced})
+            for name, owner in zip(reversed(self._path), reversed(owners), strict=True):
+                replaced = owner.model_copy(update={name: replaced})
             transition.state = replaced
 
         return change
 
 
 class Transition:
-    """The decision so far, at ``now_s``: the state, the actions in order, and the reason; every part of the controller
-    changes it. States are frozen: a state that was read earlier stays as it was.
-    """
+    """The decision so far, at ``now_s``: the state, the actions in order, and the reason; handlers change it."""
 
     change_step = SliceChange("step", StepProgress)
     change_saving = SliceChange("saving", Saving)

@@ -29,8 +29,7 @@ class BrokenState(MorphError):
 def validate(state: ControllerState) -> None:
     """Check every invariant of the controller's state; BrokenState names the broken one, job, phase and last events.
 
-    A live run goes on as long as its workers can carry out its decisions, unless ``MORPH_VALIDATE=1`` is set, as it is
-    in tests: then each decision is checked once it is in the journal and before it is carried out.
+    A live run checks each decision only if ``MORPH_VALIDATE=1`` is set, as it is in tests.
     """
     for sentence, holds in INVARIANTS.items():
         if not holds(state):

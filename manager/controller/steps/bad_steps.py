@@ -1,10 +1,8 @@
 """Handles steps with bad numbers: the run ends with the version before such a step, or continues without its result.
 
-Every state is a function of its version alone, in any shape and after any losses. If step t is bad, version t+1 has the
-state of version t with ``skip``, and that of version m with ``go_back``, where m is the last multiple of
-``LossRules.back_steps`` up to t. Workers go back to m, if necessary from a checkpoint and by repeating steps; there a
-*leap* renames their state to version t+1. So no version and no step's samples occur twice, and a run that resumes from
-an older checkpoint finds the same bad step and does the same.
+If step t is bad, version t+1 has the state of version t with ``skip``, and that of version m with ``go_back``, where m
+is the last multiple of ``LossRules.back_steps`` up to t; there a *leap* renames the workers' state to version t+1. So
+every state depends on its version alone, and a run that resumes finds the same bad step and does the same.
 """
 
 from __future__ import annotations

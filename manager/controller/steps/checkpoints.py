@@ -54,7 +54,7 @@ def begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, Worker
         record_save_begun(transition, share, "evaluated")
         return share, "it is evaluated, and may be the best"
     begins = goes_back_to(state, state.version) and not any(
-        goes_back_to(state, one.version) and not one.stale for one in saving.under_way
+        goes_back_to(state, save.version) and not save.stale for save in saving.under_way
     )
     if (under_way or saving.sealing) and not begins:
         return {}, ""
@@ -70,10 +70,7 @@ def begin_checkpoint_if_due(transition: Transition) -> tuple[dict[UnitId, Worker
 
 
 def _may_be_best(state: ControllerState) -> bool:
-    """Whether the decided version is evaluated with the next step, to find the best one.
-
-    Its checkpoint replaces any other that is still under way, except those that may be the best.
-    """
+    """Whether the decided version is evaluated with the next step, to find the best one."""
     size = state.evaluation
     is_due = size is not None and size.best is not None and size.is_due(state.version)
     return is_due and state.version > state.judged.last_version
@@ -86,10 +83,7 @@ def _shares(state: ControllerState) -> dict[UnitId, WorkerId]:
 
 
 def on_units_written(transition: Transition, event: UnitsWritten) -> None:
-    """Record units that are in storage; after the last one, have the manifest written.
-
-    Only its assigned writer's report counts: unless accumulation is exact, a worker of an earlier history may differ.
-    """
+    """Record units that their assigned writers put into storage; after the last one, have the manifest written."""
     saving = transition.state.saving
     if not saving.under_way:
         return transition.say(ReasonCode.IGNORED, "no checkpoint is being written")
@@ -288,7 +282,7 @@ def commit_orders(
         generation=state.generation,
         version=state.version,
         decided=state.decided,
-        earlier_checkpoints=tuple(one.version for one in state.saving.earlier),
+        earlier_checkpoints=tuple(save.version for save in state.saving.earlier),
         held=state.phase is Phase.RESTING,
     )
     fields = finish_fields(state)

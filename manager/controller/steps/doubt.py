@@ -39,9 +39,7 @@ def loading_workers(state: ControllerState) -> list[WorkerId]:
 
 
 def find_whole(transition: Transition) -> None:
-    """Have the newest undamaged checkpoint found, at once the first time, then after growing pauses; no worker has an
-    order. The run ends after ``policy.give_up_after_s`` without a decided step, or at a stop request.
-    """
+    """Have the newest undamaged checkpoint found, at once, then after growing pauses; no worker has an order."""
     state, now_s = transition.state, transition.now_s
     saving = state.saving
     assert saving.doubt is not None, "nothing is in doubt"
@@ -99,8 +97,8 @@ def on_checkpoint_found(transition: Transition, event: CheckpointFound) -> None:
     else:
         _change(transition, failed=frozenset(), unable=frozenset())
         gone = f"version {saving.doubt.version} is gone" if saving.doubt.at_most is None else saving.doubt.sentence
-        told = event.passed_over or (gone,)
-        sentence = f"{'; '.join(told)}; version {manifest.version} is loaded"
+        passed_over = event.passed_over or (gone,)
+        sentence = f"{'; '.join(passed_over)}; version {manifest.version} is loaded"
     transition.say(ReasonCode.RESTING, sentence)
     if state.waits.num_fruitless >= state.config.policy.max_fruitless_generations:
         return begin_rest(transition)

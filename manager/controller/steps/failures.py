@@ -50,10 +50,7 @@ def lose(transition: Transition, lost: Mapping[WorkerId, str]) -> None:
 
 
 def dissolve(transition: Transition, *, planned: bool = False) -> None:
-    """Abort every outstanding order of the generation; re-form at once if there is none.
-
-    ``planned``: nothing is wrong, so the generation does not count towards those in a row that decided no step.
-    """
+    """Abort the generation's orders, re-form at once if there are none; ``planned``: nothing is wrong."""
     state = transition.state
     busy = state.busy_workers
     order = state.step.order

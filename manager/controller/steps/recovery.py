@@ -21,8 +21,7 @@ PAUSES = Backoff(first_s=5.0, most_s=300.0)
 def begin_rest(transition: Transition) -> None:
     """Save what workers hold and pause, because too many generations in a row were dissolved; no worker has an order.
 
-    The pause doubles with each further generation that decides no step. The run ends when no step was decided for
-    ``policy.give_up_after_s`` since the first of these pauses, or, after a stop request, once everything is saved.
+    The pause doubles; the run ends ``policy.give_up_after_s`` after the first, or once a requested stop is saved.
     """
     state, now_s = transition.state, transition.now_s
     waits = state.waits
@@ -47,11 +46,7 @@ def begin_rest(transition: Transition) -> None:
 
 
 def save_before_waiting(transition: Transition) -> bool:
-    """No worker has an order and no shape can be formed: have workers write what they hold.
-
-    This delays no step, and further workers may be lost while the run waits for VMs. Return whether they write: not if
-    some unit has no holder, nor if it was tried before.
-    """
+    """Have workers write what they hold, since no shape can be formed; return whether they do."""
     state = transition.state
     saving = state.saving
     known = {manifest.version for manifest in saving.sealing}

@@ -37,10 +37,7 @@ def record_shape_left(transition: Transition) -> None:
 
 
 def record_save_begun(transition: Transition, writers: dict[str, WorkerId], kind: SaveKind) -> PendingCheckpoint:
-    """Record a save whose state is copied now and written by ``writers``; return it.
-
-    It is written after earlier versions that may become the best one, or to which a bad step goes back.
-    """
+    """Record a save whose state is copied now, and written by ``writers`` after earlier ones; return it."""
     state, now_s = transition.state, transition.now_s
     earlier = [
         save

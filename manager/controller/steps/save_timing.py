@@ -1,9 +1,4 @@
-"""Decides when the next checkpoint is due: at the configured interval, as often as costs least (Spotify, 4.2 to 4.4),
-and before VMs with a notice are taken that alone hold some state (4.2).
-
-The formula is that of ``morph.contract.waits.cheapest_interval_s``. On many VMs, only losses that leave some of the
-state on no survivor count.
-"""
+"""Decides when a checkpoint is due: as configured, as often as costs least, or before VMs are taken (Spotify, 4.2)."""
 
 from __future__ import annotations
 
@@ -29,9 +24,9 @@ def next_save(state: ControllerState, now_s: float) -> NextSave | None:
     return sooner(periodic_save(state, now_s), insurance_save(state, now_s))
 
 
-def sooner(one: NextSave | None, other: NextSave | None) -> NextSave | None:
+def sooner(first: NextSave | None, other: NextSave | None) -> NextSave | None:
     """Return the one that is due first."""
-    return min((save for save in (one, other) if save is not None), key=lambda save: save.due_s, default=None)
+    return min((save for save in (first, other) if save is not None), key=lambda save: save.due_s, default=None)
 
 
 def periodic_save(state: ControllerState, now_s: float) -> NextSave | None:
@@ -63,9 +58,7 @@ def insurance_save(state: ControllerState, now_s: float) -> NextSave | None:
 
 
 def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]:
-    """Return the interval between saves (seconds) that costs least, and the text that explains it; it is never shorter
-    than a step or a save, so that one version is written at a time.
-    """
+    """Return the interval between saves (seconds) that costs least, at least a step and a save, and its explanation."""
     times, expected = state.saving.save_times, state.config.expected_losses
     mttf_s = mean_s_to_fatal_loss(state, now_s)
     most_bytes = _most_bytes(state)
@@ -86,9 +79,7 @@ def cheapest_interval(state: ControllerState, now_s: float) -> tuple[float, str]
 
 
 def is_due(state: ControllerState, now_s: float) -> tuple[SaveKind, str] | None:
-    """Return the kind of save that begins with the step ordered now, and why; None if no save is due. The time of an
-    insurance save is not computed at each step, because this takes long with many workers.
-    """
+    """Return the kind of save that begins with the step ordered now, and why; None if no save is due."""
     every, insurance = state.config.policy.checkpoint_every_steps, state.saving.save_times.insurance
     if goes_back_to(state, state.version):
         return "periodic", "a bad step goes back to it"
@@ -141,9 +132,7 @@ def _most_bytes(state: ControllerState) -> int:
 def emergency_due(transition: Transition) -> bool:
     """Whether to save the decided version with the step ordered now, because VMs are about to be taken.
 
-    A save is due when the work since the newest checkpoint equals the work that could still be done before the last
-    possible save: at once if that checkpoint is old, again after half of the time, and so on, until the last moment at
-    which a save can still be completed.
+    It is due when the work since the newest checkpoint equals what could still be done before the last possible save.
     """
     state, now_s = transition.state, transition.now_s
     if not draining_members(state) or not lacks_others(transition) or not fits(state, now_s):

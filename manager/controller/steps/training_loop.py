@@ -50,10 +50,7 @@ def begin(transition: Transition) -> None:
 
 
 def decide_step(transition: Transition, *, bad: bool = False) -> None:
-    """Handle that every member prepared the step: run it again if a gradient overflowed, else decide the next version.
-
-    No scale fits a gradient that is not finite, so such a step is decided as skipped, as is a ``bad`` one.
-    """
+    """Every member prepared the step: run it again if a gradient overflowed, else decide it, as skipped if ``bad``."""
     state = transition.state
     overflowed = [worker for worker in state.member_units if state.step.reports[worker].overflowed]
     if overflowed and not bad and not any(report.non_finite for report in state.step.reports.values()):
@@ -199,7 +196,7 @@ def _step_orders(
         attempt=state.step.attempt,
         decided=state.decided,
         loss_scale=state.step.loss_scale,
-        earlier_checkpoints=tuple(one.version for one in state.saving.earlier),
+        earlier_checkpoints=tuple(save.version for save in state.saving.earlier),
         record_timeline=state.version == state.config.timeline_step,
         bears_non_finite=judges_losses(state),
         num_micro_batches=None if num == state.plan.num_micro_batches else num,

@@ -12,12 +12,10 @@ from morph.contract.messages import Failed, WorkerId
 
 
 def failed(transition: Transition, worker: WorkerId, answer: Failed) -> None:
-    """Handle a failed order.
+    """Handle a failed order: a worker with a lost or full device is lost, and another checkpoint is sought.
 
-    If a device is lost or runs out of memory, its worker is lost. If a device runs out of memory again at the same
-    step, or no other worker could take over, the run ends. After an error in the job's code the step is tried once
-    more, on other workers if they suffice; the run ends if that step fails again, or if a retry cannot mend the error.
-    What workers hold is saved before the end. After a failure to load a checkpoint, an undamaged one is sought.
+    After an error in the job's code the step is tried once more, on other workers if they suffice. If a retry cannot
+    mend the error, or it comes again, what workers hold is saved and the run ends.
     """
     assert transition.state.step.order is not None, "nobody has an order"
     version, known = transition.state.step.order.version, transition.state.failing

@@ -30,7 +30,7 @@ const short = (value) => `${Number(value.toPrecision(4))}`;
 function showFigures(run) {
   const steps = run.num_steps === null ? `${run.version}` : `${run.version} / ${run.num_steps}`;
   const figures = [
-    figure("phase", run.trouble ? `${run.phase}: ${run.trouble}` : run.phase), figure("shape P x D", run.shape ?? "-"), figure("step", steps),
+    figure("now", run.doing), figure("shape P x D", run.shape ?? "-"), figure("step", steps),
     figure("examples/s", number(run.examples_per_s, 1)), figure("loss", number(run.loss, 4)),
   ];
   if (run.learning_rates !== null) {

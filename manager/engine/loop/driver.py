@@ -40,8 +40,8 @@ from manager.engine.loop.lease import Lease
 from manager.engine.loop.silence import watch_every_s
 from manager.journal.journal import Journal, patiently
 from manager.journal.records import CLUSTER_LOST, Fact
+from morph.contract.base import Value
 from morph.contract.errors import ClusterLost
-from morph.contract.messages import CommitOrder, PreCopyOrder, ProbeOrder, ReshapeOrder, StepOrder
 from morph.contract.vm_names import vm_of
 
 LATE_S = 1.0
@@ -58,23 +58,11 @@ class OrderSender(Protocol):
     def start(self, worker: str, vm: str) -> None:
         """Start and set up a worker."""
 
-    def reshape(self, worker: str, order: ReshapeOrder) -> None:
-        """Send a reshape order."""
-
-    def step(self, worker: str, order: StepOrder) -> None:
-        """Send a step order."""
-
-    def commit(self, worker: str, order: CommitOrder) -> None:
-        """Send a commit order."""
-
-    def probe(self, worker: str, order: ProbeOrder) -> None:
-        """Let a worker time some work, until it gets another order; ``WorkerProbed`` follows."""
+    def send(self, worker: str, order: Value) -> None:
+        """Send an order; that of a pre-copy goes beside the running order, and that of a probe ends with the next."""
 
     def abort(self, worker: str, generation: int) -> None:
         """Abort a generation on a worker."""
-
-    def pre_copy(self, worker: str, order: PreCopyOrder) -> None:
-        """Tell a worker what to pre-copy or to expect."""
 
     def end(self, worker: str) -> None:
         """Kill a worker."""
@@ -234,16 +222,10 @@ class Driver:
 
     def _act(self, action: Action) -> None:  # noqa: C901 (a branch for each action)
         match action:
-            case SendStep(worker=worker, order=order):
-                self._pool.step(worker, order)
-            case SendReshape(worker=worker, order=reshape):
-                self._pool.reshape(worker, reshape)
-            case SendCommit(worker=worker, order=commit):
-                self._pool.commit(worker, commit)
+            case SendStep() | SendReshape() | SendCommit() | SendPreCopy():
+                self._pool.send(action.worker, action.order)
             case Abort(worker=worker, generation=generation):
                 self._pool.abort(worker, generation)
-            case SendPreCopy(worker=worker, order=pre_copy):
-                self._pool.pre_copy(worker, pre_copy)
             case StartWorker(worker=worker):
                 self._pool.start(worker, vm_of(worker))
             case EndWorker(worker=worker):
@@ -255,7 +237,7 @@ class Driver:
             case FindCheckpoint():
                 self._checkpoints.find(action.at_most)
             case ProbeWorker(worker=worker):
-                self._pool.probe(worker, action.order())
+                self._pool.send(worker, action.order())
             case RequestNodes() if self._requests is not None:
                 self._requests.request(action)
             case ReleaseNodes() if self._requests is not None:

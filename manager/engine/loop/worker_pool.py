@@ -18,18 +18,11 @@ from manager.controller.state.events import WorkerAnswered, WorkerLost
 from manager.engine.loop.event_queue import EventQueue, read_answer
 from manager.engine.loop.silence import Signs, Silence
 from manager.journal.records import Fact
-from morph.contract.messages import (
-    CommitOrder,
-    Heartbeat,
-    PreCopyOrder,
-    Probed,
-    ProbeOrder,
-    ReshapeOrder,
-    StepOrder,
-    WorkerSetup,
-)
-from morph.link.encoding import ANSWER, BEAT, pack, parts
+from morph.contract.base import Value
+from morph.contract.messages import Heartbeat, Probed, ProbeOrder, WorkerSetup
+from morph.link.encoding import ANSWER, BEAT, CONTROLS, ORDERS, pack, parts
 
+_NAMES = {kind: name for name, kind in {**ORDERS, **CONTROLS}.items()}
 ATTACH_TIMEOUT_S = 15.0
 CALL_TIMEOUT_S = 300.0
 """A worker that has not called by then cannot: an ended process is known earlier, and Ray may start many slowly."""
@@ -117,7 +110,7 @@ class WorkerPool:
                 self._lose(worker, handle, "its process is gone: its connection closed")
                 return
             self._launcher.start_worker(worker, vm)
-        self._send(worker, "setup", self._make_setup(worker))
+        self.send(worker, self._make_setup(worker))
 
     def attach(self, set_up: Collection[str]) -> tuple[str, ...]:
         """Continue with the workers of a killed manager; returns those that exist.
@@ -142,30 +135,27 @@ class WorkerPool:
             handle = self._handles[worker] = _Handle(line=self._lines.get(worker))
         return handle
 
-    def reshape(self, worker: str, order: ReshapeOrder) -> None:
-        """Send a reshape order."""
-        self._send(worker, "reshape", order)
-
-    def step(self, worker: str, order: StepOrder) -> None:
-        """Send a step order."""
-        self._send(worker, "step", order)
-
-    def commit(self, worker: str, order: CommitOrder) -> None:
-        """Send a commit order."""
-        self._send(worker, "commit", order)
-
-    def probe(self, worker: str, order: ProbeOrder) -> None:
-        """Have a worker time some work, until it gets another order; ``WorkerProbed`` follows."""
-        self._send(worker, "probe", order)
-        self._handles[worker].probe = order.probe
+    def send(self, worker: str, order: Value) -> None:
+        """Send an order, which ends a probe that is under way; that of a pre-copy goes beside the running order."""
+        name = _NAMES[type(order)]
+        if name in CONTROLS:
+            self._tell(worker, name, order)
+            return
+        handle = self._handles[worker]
+        if handle.probe is not None:
+            self._tell(worker, "leave_probe", handle.probe)
+        if self._packed[0] is not order:
+            self._packed = (order, pack(name, order))
+        message = self._packed[1]
+        with handle.sending:
+            handle.unanswered["probe" if name == "probe" else "order"] = message
+            self._write(handle, message)
+        if isinstance(order, ProbeOrder):
+            handle.probe = order.probe
 
     def abort(self, worker: str, generation: int) -> None:
         """Abort a generation on a worker, beside its running order."""
         self._tell(worker, "abort", generation)
-
-    def pre_copy(self, worker: str, order: PreCopyOrder) -> None:
-        """Tell a worker what to pre-copy, or to expect, beside its running order."""
-        self._tell(worker, "ahead", order)
 
     def end(self, worker: str) -> None:
         """Kill a worker's process; no event follows."""
@@ -243,17 +233,6 @@ class WorkerPool:
     def died(self, worker: str) -> None:
         """Note that the process of a worker is gone."""
         self.failed(worker, "its process is gone: its connection closed")
-
-    def _send(self, worker: str, name: str, order: object) -> None:
-        handle = self._handles[worker]
-        if handle.probe is not None:
-            self._tell(worker, "leave_probe", handle.probe)
-        if self._packed[0] is not order:
-            self._packed = (order, pack(name, order))
-        message = self._packed[1]
-        with handle.sending:
-            handle.unanswered["probe" if name == "probe" else "order"] = message
-            self._write(handle, message)
 
     def _tell(self, worker: str, name: str, argument: object) -> None:
         handle = self._handles.get(worker)

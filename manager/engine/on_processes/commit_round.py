@@ -81,7 +81,7 @@ def measure_commit_round(num_samples: int, num_workers: int = 2) -> list[float]:
         for version in range(1, 1 + _WARM_UP + num_samples):
             begun_s = time.perf_counter()
             for worker in workers:
-                pool.commit(worker, CommitOrder(generation=1, version=version))
+                pool.send(worker, CommitOrder(generation=1, version=version))
             for _ in workers:
                 stamped = event_queue.get(_START_TIMEOUT_S if version == 1 else _ROUND_TIMEOUT_S)
                 if stamped is None or not isinstance(stamped.item, WorkerAnswered):

@@ -1,7 +1,4 @@
-"""Lists and ends a run's instances and other resources in a region of an account.
-
-Only resources with the tags of this run and of this job belong to the run. AWS may not list new ones for a while.
-"""
+"""Lists and ends the instances and other resources in a region that have the tags of this run and of this job."""
 
 from __future__ import annotations
 
@@ -33,10 +30,7 @@ GONE, ENDING = "terminated", "shutting-down"
 
 @dataclass(frozen=True)
 class Instance:
-    """An instance of the run.
-
-    ``state``: AWS's name for its state; ``why``: why it ended, if that is known; ``token``: that of its fleet.
-    """
+    """An instance of the run; ``state``: AWS's name; ``why``: why it ended, if known; ``token``: of its fleet."""
 
     id: str
     vm: Vm
@@ -65,11 +59,7 @@ class VolumeOrInterface:
 
 
 class Account:
-    """Lists a run's resources in the region, and ends them.
-
-    ``usd_per_h``: dollars an hour of a type in a zone; None: not known. ``volume_usd_per_h``: dollars an hour of a
-    volume, by its kind and GiB; None: not known.
-    """
+    """Lists a run's resources in the region, and ends them; prices are in dollars an hour, None: not known."""
 
     def __init__(
         self,
@@ -86,10 +76,7 @@ class Account:
         self.template = template_name(identity.run)
 
     def look(self) -> tuple[list[Instance], list[str]]:
-        """List the run's instances, including those that are ending, and other runs of Morph that have instances.
-
-        ProviderError: the answer is not reliable: instances that it omits may exist.
-        """
+        """List the run's instances, also those that are ending, and other runs of Morph. ProviderError: unknown."""
         instances, runs = list[Instance](), set[str]()
         filters = [{"Name": "tag-key", "Values": [RUN_TAG]}]
         with reading(what := "the list of instances"):
@@ -141,8 +128,8 @@ class Account:
         """Whether the launch template with the run's name belongs to the run; None: there is none."""
         filters = [{"Name": "launch-template-name", "Values": [self.template]}]
         with reading(what := f"launch template {self.template}"):
-            for told, _ in self._ec2.pages("describe_launch_templates", "LaunchTemplates", what, Filters=filters):
-                return self._identity.owns(tags_of(told))
+            for template, _ in self._ec2.pages("describe_launch_templates", "LaunchTemplates", what, Filters=filters):
+                return self._identity.owns(tags_of(template))
         return None
 
     def make_template(self) -> None:
@@ -163,11 +150,9 @@ class Account:
             raise Misconfigured(f"{what} exists without the tags of this run: it is left alone")
 
     def end(self, ids: Mapping[str, str], *, may_be_new: Collection[str] = ()) -> None:
-        """End instances; returns once AWS reports that they are ending and no longer billed.
+        """End instances (id: VM's name); returns once they are ending and no longer billed.
 
-        ``ids``: the ids of the instances, each with the name of its VM. ``may_be_new``: instances that some of AWS's
-        servers may not know yet.
-        ProviderError: some are left; the error names them.
+        ``may_be_new``: those that some of AWS's servers may not know yet. ProviderError: the error names the rest.
         """
         if not ids:
             return
@@ -190,16 +175,14 @@ class Account:
     def _terminate(self, ids: list[str]) -> None:
         answer = self._ec2.call("terminate_instances", "", InstanceIds=ids)
         with reading(what := "the end of instances"):
-            states = {told["InstanceId"]: told["CurrentState"]["Name"] for told in answer["TerminatingInstances"]}
+            states = {change["InstanceId"]: change["CurrentState"]["Name"] for change in answer["TerminatingInstances"]}
         if not all(states.get(instance) in (GONE, ENDING) for instance in ids):
             raise Transient(f"{what}: AWS does not say that they are ending")
 
     def end_rest(self, until_s: float) -> tuple[str, ...]:
-        """End other resources once all instances are terminated: volumes, network interfaces and the template.
+        """End volumes, network interfaces and the template once all instances are terminated.
 
-        Returns descriptions of these volumes and interfaces, with their prices.
-
-        ProviderError: something is left; the error names it.
+        Returns descriptions of the first two, with their prices. ProviderError: the error names what is left.
         """
         if owned := self.owns_template():
             self._check_listed()
@@ -231,9 +214,7 @@ class Account:
         return tuple(shown.values())
 
     def _check_listed(self) -> None:
-        """Check that AWS lists what was requested: a version of the template is deleted once its instance is listed.
-
-        An instance that is not listed after ``Bounds.list_s`` was not made.
+        """Check that AWS lists what was requested; one that is not listed after ``Bounds.list_s`` was not made.
 
         Transient: an instance of the last ``Bounds.list_s`` may be made and is not listed yet.
         """
@@ -244,7 +225,7 @@ class Account:
             ):
                 made_s = paid_since_s(version["CreateTime"], date or None, time.time())
                 asked_s[version.get("VersionDescription", "")] = made_s or 0
-        listed, since_s = {"", *(found.token for found in self.look()[0])}, time.time() - self._bounds.list_s
+        listed, since_s = {"", *(instance.token for instance in self.look()[0])}, time.time() - self._bounds.list_s
         left_s = [at_s - since_s for token, at_s in asked_s.items() if token not in listed and at_s > since_s]
         if left_s:
             most_s = max(left_s)
@@ -283,5 +264,5 @@ class Account:
 
 def tags_of(entry: Mapping[str, Any]) -> dict[str, str]:
     """Return the tags in a description by AWS."""
-    told: Iterable[Mapping[str, str]] = entry.get("Tags") or entry.get("TagSet") or ()
-    return {tag["Key"]: tag["Value"] for tag in told}
+    tags: Iterable[Mapping[str, str]] = entry.get("Tags") or entry.get("TagSet") or ()
+    return {tag["Key"]: tag["Value"] for tag in tags}

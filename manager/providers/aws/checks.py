@@ -19,10 +19,7 @@ LIVING = [{"Name": "instance-state-name", "Values": ["pending", "running"]}]
 
 
 class Checks:
-    """Checks of one cloud file; they make and change nothing.
-
-    ``open_client``: opens the client of a service. ``count``: the number of devices that the run should have.
-    """
+    """Checks of one cloud file, which make and change nothing; ``count``: the devices that the run should have."""
 
     def __init__(self, spec: AwsSpec, open_client: Callable[[str], Any], count: int) -> None:
         self._spec, self._open, self._count = spec, open_client, count
@@ -30,10 +27,7 @@ class Checks:
         self._types: dict[str, dict[str, Any]] = {}
 
     def run(self) -> Iterator[Finding]:
-        """Yield the findings, one sentence each; a failing check does not stop the others.
-
-        Without a login, nothing else is checked.
-        """
+        """Yield the findings, one sentence each; a failing check does not stop the others, except the login's."""
         try:
             with reading("AWS"):
                 yield from self._login()
@@ -58,12 +52,12 @@ class Checks:
             yield Finding(False, str(error))
 
     def _login(self) -> Iterator[Finding]:
-        told = Aws(lambda: self._open("sts")).call("get_caller_identity", "who you are")
-        yield Finding(True, f"AWS knows you as {told['Arn']}")
+        identity = Aws(lambda: self._open("sts")).call("get_caller_identity", "who you are")
+        yield Finding(True, f"AWS knows you as {identity['Arn']}")
 
     def _type(self, known: AwsType) -> Iterator[Finding]:
-        told = self._ec2.call("describe_instance_types", known.name, InstanceTypes=[known.name])
-        self._types[known.name] = described = told["InstanceTypes"][0]
+        answer = self._ec2.call("describe_instance_types", known.name, InstanceTypes=[known.name])
+        self._types[known.name] = described = answer["InstanceTypes"][0]
         num_gpus = sum(gpu["Count"] for gpu in described.get("GpuInfo", {}).get("Gpus", []))
         if known.num_gpus > num_gpus:
             yield Finding(False, f"{known.name} has {num_gpus} GPUs, and num_gpus is {known.num_gpus}")
@@ -108,8 +102,8 @@ class Checks:
     def _offers(self) -> Iterator[Finding]:
         filters = [{"Name": "instance-type", "Values": [known.name for known in self._spec.types]}]
         offers = {
-            (told["InstanceType"], told["Location"])
-            for told, _ in self._ec2.pages(
+            (offering["InstanceType"], offering["Location"])
+            for offering, _ in self._ec2.pages(
                 "describe_instance_type_offerings",
                 "InstanceTypeOfferings",
                 "what zones have",

@@ -44,10 +44,7 @@ NOT_LOGGED_IN = (
 
 
 def aws_client(spec: AwsSpec, service: str = "ec2", attempts: int = NUM_ATTEMPTS) -> Any:
-    """Open a client of a service, with credentials from the environment, files, or the instance's role.
-
-    BotoCoreError: the credentials cannot be used.
-    """
+    """Open a client of a service, with credentials from the environment, files, or the instance's role."""
     config = Config(
         connect_timeout=CONNECT_TIMEOUT_S,
         read_timeout=READ_TIMEOUT_S,
@@ -60,10 +57,7 @@ def aws_client(spec: AwsSpec, service: str = "ec2", attempts: int = NUM_ATTEMPTS
 
 
 class Aws:
-    """Calls of one service. Thread-safe.
-
-    ``open_client``: opens a client, which keeps its credentials; called again when AWS reports that these have expired.
-    """
+    """Calls of one service, by any thread; ``open_client``: called again when credentials have expired."""
 
     def __init__(self, open_client: Callable[[], Any]) -> None:
         self._open = open_client
@@ -71,10 +65,7 @@ class Aws:
         self._lock = threading.Lock()
 
     def call(self, operation: str, what: str, **parameters: Any) -> dict[str, Any]:
-        """Make the call named ``operation`` in botocore; ``what``: the beginning of error messages, or "".
-
-        ProviderError: the call was not, or perhaps not, carried out.
-        """
+        """Make a call, named as in botocore. ProviderError, beginning with ``what``: it was perhaps not carried out."""
         renewed = False
         while True:
             try:
@@ -92,10 +83,7 @@ class Aws:
         return answer
 
     def pages(self, operation: str, key: str, what: str, **parameters: Any) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yield each entry of a list, over all its pages, with the date of its answer by AWS's clock.
-
-        ProviderError: a part of the list is unknown.
-        """
+        """Yield each entry of a list with its answer's date, by AWS's clock. ProviderError: a part is unknown."""
         seen: set[str] = set()
         while True:
             answer = self.call(operation, what, **parameters)
@@ -120,8 +108,8 @@ class Aws:
 
 def code_of(error: BaseException | None) -> str:
     """Return AWS's code of an error of its SDK, or of an error of ours with such a cause; empty: there is none."""
-    found = error if isinstance(error, ClientError) else getattr(error, "__cause__", None)
-    return str(found.response.get("Error", {}).get("Code", "")) if isinstance(found, ClientError) else ""
+    refusal = error if isinstance(error, ClientError) else getattr(error, "__cause__", None)
+    return str(refusal.response.get("Error", {}).get("Code", "")) if isinstance(refusal, ClientError) else ""
 
 
 @contextmanager

@@ -19,10 +19,7 @@ LINUX = "Linux/UNIX"
 
 
 class Prices:
-    """Prices of a spec's types, each remembered for a while, and of volumes. Thread-safe; never fails.
-
-    ``ec2``: the service that knows spot prices; ``pricing``: the one that knows all other prices.
-    """
+    """Prices of a spec's types, each remembered for a while, and of volumes. Thread-safe; never fails."""
 
     def __init__(self, spec: AwsSpec, ec2: Aws, pricing: Aws) -> None:
         self._spec, self._ec2, self._pricing = spec, ec2, pricing

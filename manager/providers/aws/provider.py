@@ -1,7 +1,6 @@
 """Spot instances on AWS: each is an instant fleet, which AWS makes at once or not at all, and is found by its tags.
 
-An instance has its VM's name as a tag from the beginning. The client token of its request is stored on disk before AWS
-is called, so repeating the request, also from another process, makes no second instance.
+The client token of its request is on disk before AWS is called, so repeating the request makes no second instance.
 """
 
 from __future__ import annotations
@@ -47,10 +46,7 @@ OF_A_FLEET = (Throttled, Transient, QuotaExceeded, CapacityShort, Misconfigured)
 
 
 class _Made(Value):
-    """An instance that AWS has confirmed; for a while, lists may omit it.
-
-    ``version``: of the launch template, until the instance is listed.
-    """
+    """An instance that AWS has confirmed, and ``version``, that of its launch template, until it is listed."""
 
     id: str
     vm: Vm
@@ -58,11 +54,9 @@ class _Made(Value):
 
 
 class AwsProvider:
-    """The ``Provider`` of instances on AWS.
+    """The ``Provider`` of instances on AWS; ``operations`` keeps each VM's client token, and then its instance.
 
-    ``operations``: keeps each VM's client token, and then for a while its instance. ``user_data``: makes the encoded
-    cloud-config for a VM's name and number of devices. ``prices``: looks up prices that the user does not give.
-    ``ending``: the command that ends the rest of the run. ``clock``: monotonic seconds.
+    ``user_data``: makes the encoded cloud-config for a VM's name and number of devices.
     """
 
     def __init__(
@@ -88,11 +82,7 @@ class AwsProvider:
         self._lock = threading.Lock()
 
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
-        """See ``Provider``. Among the types with equally many devices, AWS chooses type and zone.
-
-        Types with more devices are tried only for VMs that were refused: an instance that was made and died is missing,
-        and StateReason says why.
-        """
+        """See ``Provider``. Types with more devices are tried for VMs that were refused, not for those that died."""
         answer = self._operations.answer(request)
         if answer is not None:
             return tuple(vm for vm in self.list() if vm.name in answer)
@@ -122,10 +112,7 @@ class AwsProvider:
         return granted
 
     def _make(self, names: Sequence[str], request: str, num_devices: int, spec: AwsSpec) -> dict[str, ProviderError]:
-        """Make VMs, some at the same time; return the errors of the others, by name.
-
-        After an error that applies to all of them no further ones are requested.
-        """
+        """Make VMs, some at the same time, until an error applies to all; return the errors of the others, by name."""
         errors: dict[str, ProviderError] = {}
 
         def make(name: str) -> None:
@@ -218,12 +205,12 @@ class AwsProvider:
 
     @staticmethod
     def _listed(instances: Sequence[Instance]) -> tuple[Vm, ...]:
-        vms = {one.vm.name: one.vm for one in instances if one.is_there}
+        vms = {instance.vm.name: instance.vm for instance in instances if instance.is_there}
         return tuple(vms[name] for name in sorted(vms, key=lambda name: (len(name), name)))
 
     def delete(self, names: Sequence[str]) -> None:
         """See ``Provider``: returns once AWS reports that the instances are ending and no longer billed."""
-        self._end([one for one in self._instances() if one.is_there and one.vm.name in names])
+        self._end([instance for instance in self._instances() if instance.is_there and instance.vm.name in names])
 
     def _end(self, instances: Sequence[Instance]) -> None:
         new = {made.id: made for made in self._new()}
@@ -255,7 +242,7 @@ class AwsProvider:
     def dismantle(self) -> tuple[str, ...]:
         """See ``Provider``: also deletes the launch template, if there is one."""
         self._has_template = False
-        self._end([one for one in self._instances() if one.is_there])
+        self._end([instance for instance in self._instances() if instance.is_there])
         return self.account.end_rest(time.monotonic() + self._bounds.delete_s)
 
     def price(self, node_type: str = "") -> Price | None:
@@ -289,11 +276,9 @@ def end_run(
     pause: Callable[[float], object] | None = None,
     **options: Any,
 ) -> tuple[Vm, ...]:
-    """End every instance of a run, the resources they left behind, and its launch template; blocks until they are gone.
+    """End every instance of a run, what they left behind, and its launch template; blocks until they are gone.
 
-    Returns the VMs that existed. ``pause``: as for ``end_all``. ``options``: as for ``open_aws``.
-
-    ProviderError: nothing of this run exists, AWS did not answer, or something is left, which the error names.
+    Returns the VMs that existed. ProviderError: nothing of this run exists, or what is left.
     """
     with tempfile.TemporaryDirectory(prefix="morph-") as directory:
         operations = Operations(Path(directory) / "operations.json")

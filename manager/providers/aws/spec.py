@@ -118,10 +118,7 @@ def template_body(spec: AwsSpec, identity: Identity) -> dict[str, Any]:
 
 
 def version_body(spec: AwsSpec, identity: Identity, user_data: Any, token: str) -> dict[str, Any]:
-    """Return a version of the launch template for one instance, described by the token of the instance's fleet.
-
-    ``user_data``: the encoded cloud-config.
-    """
+    """Return a version of the launch template for one instance, described by the token of the instance's fleet."""
     body = template_body(spec, identity)
     return {
         "LaunchTemplateName": body["LaunchTemplateName"],
@@ -134,11 +131,7 @@ def version_body(spec: AwsSpec, identity: Identity, user_data: Any, token: str) 
 def fleet_body(
     spec: AwsSpec, identity: Identity, request: str, name: str, num_devices: int, version: str, token: str
 ) -> dict[str, Any]:
-    """Return the request for one instance, at once or not at all, of any type with this many devices, in any zone.
-
-    ``name``: the VM's. ``version``: that of the launch template from which the instance boots. ``token``: the client
-    token by which AWS recognises a repeated request.
-    """
+    """Return the request for one instance, at once or not at all, of any type with this many devices, in any zone."""
     tags = identity.tags(request) | {NAME_TAG: name, VM_TAG: name, TOKEN_TAG: token, DEVICES_TAG: str(num_devices)}
     types = [known for known in spec.types if known.num_devices == num_devices]
     limit = {} if spec.max_usd_per_h is None or not spec.spot else {"MaxPrice": f"{spec.max_usd_per_h:g}"}
@@ -178,11 +171,7 @@ def planned(
     count: int,
     cloud_config: Callable[[str, int], Any] = lambda _node, _num_devices: "(the cloud-config; it holds secrets)",
 ) -> list[dict[str, Any]]:
-    """Return the calls that a request for ``count`` devices would make, in order; for the user.
-
-    ``cloud_config``: returns the text that is shown for the cloud-config, given a VM's name and number of devices,
-    because the cloud-config holds secrets.
-    """
+    """Return the calls that a request for ``count`` devices would make, in order; for the user, without secrets."""
     identity = Identity(run=run, job=job)
     calls: list[dict[str, Any]] = [{"call": "CreateLaunchTemplate", "body": template_body(spec, identity)}]
     num_devices = turns(spec.types, count, count)[0]
@@ -196,12 +185,9 @@ def planned(
 
 
 def policy(spec: AwsSpec, account: str = "*") -> dict[str, Any]:
-    """Return the IAM policy with the minimal permissions of the manager's user.
+    """Return the IAM policy with the minimal permissions of the manager's user in an ``account`` (``*``: its own).
 
-    Resources may be made only with the tag ``morph-run``, and only resources with this tag may be changed or ended.
-    Tags may be set only at creation.
-
-    ``account``: the account's number; ``*``: the account to which the policy belongs.
+    Only resources with the tag ``morph-run``, set at creation, may be made, changed or ended.
     """
     partition = next((f"aws-{part}" for part in ("cn", "us-gov") if spec.region.startswith(f"{part}-")), "aws")
     here = f"arn:{partition}:ec2:{spec.region}:{account}"

@@ -19,11 +19,7 @@ SKUS_API_VERSION, GALLERY_API_VERSION, IDENTITY_API_VERSION = "2021-07-01", "202
 
 
 class Checks:
-    """Checks of one cloud file; they make and change nothing.
-
-    ``client``: a ``ComputeManagementClient``. ``count``: the number of devices that the run should have.
-    ``find_price``: dollars an hour of a size that has no price in the file; None: not known.
-    """
+    """Checks of one cloud file, which make and change nothing; ``count``: the devices that the run should have."""
 
     def __init__(
         self, spec: AzureSpec, client: Any, count: int, find_price: Callable[[AzureSize], float | None]
@@ -35,10 +31,7 @@ class Checks:
         self._sizes: dict[str, dict[str, Any]] = {}
 
     def run(self) -> Iterator[Finding]:
-        """Yield the findings, one sentence each; a failing check does not stop the others.
-
-        Without a login or the resource group, nothing else is checked.
-        """
+        """Yield the findings, one sentence each; without a login or the resource group, nothing else is checked."""
         first = list(self._found(self._login))
         yield from first
         if not first[-1].is_well:
@@ -82,13 +75,13 @@ class Checks:
         return values
 
     def _login(self) -> Iterator[Finding]:
-        told = self._get("the resource group", self._group, GROUP_API_VERSION)
-        yield Finding(True, f"Azure knows you, and resource group {told['name']} is in {told['location']}")
+        group = self._get("the resource group", self._group, GROUP_API_VERSION)
+        yield Finding(True, f"Azure knows you, and resource group {group['name']} is in {group['location']}")
 
     def _type(self) -> Iterator[Finding]:
         query = {"$filter": f"location eq '{self._spec.location}'"}
         listed = self._list("the sizes of the region", f"{self._compute}/skus", SKUS_API_VERSION, **query)
-        machines = {told["name"]: told for told in listed if told["resourceType"] == "virtualMachines"}
+        machines = {entry["name"]: entry for entry in listed if entry["resourceType"] == "virtualMachines"}
         if not machines:
             raise Misconfigured(f"location: {self._spec.location} has no VMs: such as westus2")
         for size in self._spec.sizes:
@@ -124,7 +117,7 @@ class Checks:
             publisher, offer, sku, version = image.split(":")
             kind = f"locations/{self._spec.location}/publishers/{publisher}/artifacttypes/vmimage/offers/{offer}"
             listed = self._get(f"image {image}", f"{self._compute}/{kind}/skus/{sku}/versions", COMPUTE_API_VERSION)
-            if not [told for told in listed if version in ("latest", told["name"])]:
+            if not [entry for entry in listed if version in ("latest", entry["name"])]:
                 raise Misconfigured(f"image {image}: {self._spec.location} has no such version")
         yield Finding(True, f"image {image} is there")
 
@@ -151,8 +144,8 @@ class Checks:
             )
 
         missing = [action for action in ACTIONS if not may(action)]
-        told = f"you may not: {', '.join(missing)}" if missing else "you may do all that a run does in the group"
-        yield Finding(not missing, told)
+        sentence = f"you may not: {', '.join(missing)}" if missing else "you may do all that a run does in the group"
+        yield Finding(not missing, sentence)
 
     def _quota(self) -> Iterator[Finding]:
         number = turns(self._spec.sizes, self._count, self._count)[0]
@@ -161,7 +154,7 @@ class Checks:
         if has is None:  # reported above
             return
         place = f"{self._compute}/locations/{self._spec.location}/usages"
-        usages = {told["name"]["value"]: told for told in self._list("the quotas", place, COMPUTE_API_VERSION)}
+        usages = {usage["name"]["value"]: usage for usage in self._list("the quotas", place, COMPUTE_API_VERSION)}
         vcpus = int(has["vCPUs"]) * -(-self._count // number)
         for name in ("lowPriorityCores",) if self._spec.spot else ("cores", has["family"]):
             if name not in usages:

@@ -43,10 +43,9 @@ def azure_client(
 ) -> Any:
     """Open a client; makes no call yet.
 
-    ``open_credential``: called again when a token is refused, because credentials cache tokens; None: the environment,
-    a managed identity or ``az login``, in this order. ``base_url``: the resource manager's; without TLS it must be on
-    this machine. ``authority``: the URL for logins; None: the public cloud's. ``policies``: further pipeline policies.
-    ``read_timeout_s``: limits one answer. ``pause``: waits some seconds; true: the call is not to be repeated any more.
+    ``open_credential``: called again when a token is refused; None: the environment, a managed identity or ``az
+    login``. ``base_url``: without TLS it must be on this machine. ``pause``: waits some seconds; true: do not repeat
+    the call.
     """
     base_url = base_url.rstrip("/")
     where = {"authority": authority} if authority else {}
@@ -102,12 +101,7 @@ class _Renewed:
 
 
 class _Repeats(HTTPPolicy):  # type: ignore[misc,type-arg,unused-ignore]
-    """Repeats a call in three cases; all other retries are left to the caller.
-
-    After a refused token the call is repeated once with a new token. A throttled call was not carried out, so it is
-    repeated after a short pause, which lets a sequence of calls continue. Polling an operation changes nothing, so it
-    is repeated after every transient error.
-    """
+    """Repeats a call after a refused token, a throttled one, and polling after every transient error."""
 
     def __init__(self, credential: _Renewed, pause: Callable[[float], object]) -> None:
         super().__init__()

@@ -1,8 +1,4 @@
-"""Lists and ends a run's VMs and scale set in a resource group.
-
-Only resources with the tags of this run and of this job belong to the run. A group may hold other VMs, under any name.
-The start of a VM's billing is converted from Azure's clock to this machine's.
-"""
+"""Lists and ends a run's VMs and scale set in a resource group: those with the tags of this run and of this job."""
 
 from __future__ import annotations
 
@@ -37,10 +33,9 @@ PART_API_VERSIONS = {INTERFACE: "2022-07-01", DISK: "2023-04-02"}
 
 @dataclass(frozen=True)
 class Look:
-    """The VMs in a group.
+    """The VMs in a group: the run's, by provisioning state in lower case, and others, by name.
 
-    ``vms``: the run's VMs, each with its provisioning state in lower case; ``others``: names of the other VMs;
-    ``guests``: the other VMs in the run's scale set; ``runs``: other runs of Morph, each with its job.
+    ``guests``: others in the run's scale set; ``runs``: other runs of Morph, each with its job.
     """
 
     vms: tuple[tuple[Vm, str], ...]
@@ -51,9 +46,7 @@ class Look:
 
 @dataclass(frozen=True)
 class DiskOrInterface:
-    """A network interface or a disk. ``vm``: the VM to which it is attached, or "". ``boots``: whether a VM boots from
-    it.
-    """
+    """A network interface or a disk of ``vm``, or of none ("")."""
 
     id: str
     kind: str
@@ -72,11 +65,7 @@ class DiskOrInterface:
 
 
 class Group:
-    """Lists a run's resources in the group, and ends them.
-
-    ``client``: a ``ComputeManagementClient``. ``usd_per_h``: dollars an hour of a size; None: not known.
-    ``disk_usd_per_h``: dollars an hour of a disk, by its kind and GiB; None: not known.
-    """
+    """Lists a run's resources in the group, and ends them; prices are in dollars an hour, None: not known."""
 
     def __init__(
         self,
@@ -147,12 +136,7 @@ class Group:
         self.wait(poller, "the scale set", until_s)
 
     def end(self, names: Iterable[str], until_s: float, *, always: bool = True) -> None:
-        """End VMs of the run that ``look`` listed: all deletions are begun before any is waited for.
-
-        ``until_s``: the deadline, by the monotonic clock. ``always``: wait even after the run is over.
-
-        ProviderError: some are left; the error names them.
-        """
+        """End VMs that ``look`` listed, all at once; ``until_s``: by the monotonic clock. ProviderError: some left."""
         pollers, left = self.begin_ends(names, until_s)
         for name, poller in pollers.items():
             try:
@@ -176,11 +160,9 @@ class Group:
         return pollers, left
 
     def end_all(self, until_s: float) -> tuple[str, ...]:
-        """End every VM of the run, the resources they left behind, and the scale set, unless it also holds other VMs.
+        """End every VM of the run, what they left behind, and the scale set, unless it also holds other VMs.
 
-        Returns descriptions of the resources that VMs had left behind, with their prices.
-
-        ProviderError: something is left; the error names it.
+        Returns descriptions of what was left behind, with prices. ProviderError: the error names what is left.
         """
         self.end([vm.name for vm, _ in self.look().vms], until_s)
         look = self.look()
@@ -214,10 +196,7 @@ class Group:
         return [part for kind in PART_API_VERSIONS for part in self._parts_of(kind)]
 
     def tag_disks(self, vms: Collection[Vm]) -> None:
-        """Give the run's tags to the boot disks of VMs; their network interfaces have the tags from the beginning.
-
-        Other disks that a user attached to a VM get no tags, so that the run does not delete them.
-        """
+        """Give the run's tags to the boot disks of VMs, not to other disks, which the run must not delete."""
         requests = {vm.name: vm.request for vm in vms}
         for part in self._parts_of(DISK):
             if part.boots and part.vm in requests and not self._identity.owns(part.tags):
@@ -287,10 +266,7 @@ class Group:
         return priced(part.shown, usd_per_h)
 
     def wait(self, poller: Any, what: str, until_s: float, *, always: bool = False) -> None:
-        """Wait for an operation; unless ``always``, only until the run is over.
-
-        NotInTime: the operation is not done at ``until_s``. ProviderError: the operation failed.
-        """
+        """Wait for an operation; unless ``always``, until the run is over. Raises NotInTime or ProviderError."""
         if poller is None:
             return
         with translating(what), _passing_over_gone():  # the resource was there and is gone

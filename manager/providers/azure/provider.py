@@ -1,7 +1,4 @@
-"""Spot VMs on Azure: they are made by name, put into a flexible scale set, and found again by their tags.
-
-Names follow from the request, so that repeating a request, also from another process, makes no second VM.
-"""
+"""Spot VMs on Azure, in a flexible scale set, found by their tags; a repeated request makes no second VM."""
 
 from __future__ import annotations
 
@@ -59,12 +56,10 @@ class _Making:
 
 
 class AzureProvider:
-    """The ``Provider`` of VMs on Azure.
+    """The ``Provider`` of VMs on Azure; ``client``: one that does not retry by itself, see ``azure_client``.
 
-    ``client``: a ``ComputeManagementClient`` that does not retry by itself; see ``azure_client``. ``custom_data``:
-    makes the encoded cloud-config for a VM's name and number of devices. ``find_price``: finds the price of one hour of
-    a size for which the user gives none; None: not known. ``find_disk_price``: finds the price of one hour of a disk,
-    by its kind and its GiB. ``ending``: the command that ends the rest of the run.
+    ``custom_data``: makes the encoded cloud-config for a VM's name and number of devices. The prices of one hour are of
+    a size, or of a disk's kind and GiB; None: not known.
     """
 
     def __init__(
@@ -94,10 +89,7 @@ class AzureProvider:
         self._prices: dict[str, Price] = {}
 
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
-        """See ``Provider``. If Azure refuses an offer, the next zone is tried, and then the next size.
-
-        Sizes with more devices are tried, for what is still missing, after those with fewer are refused.
-        """
+        """See ``Provider``. After a refusal the next zone is tried, then the next size; more devices come last."""
         answer = self._operations.answer(request)
         if answer is not None:
             return tuple(vm for vm in self.list() if vm.name in answer)
@@ -159,8 +151,8 @@ class AzureProvider:
     def boot_log(self, name: str) -> str:
         """See ``Provider``: the log of the serial console, which Azure keeps in a blob."""
         try:
-            found = self._machines.retrieve_boot_diagnostics_data(self._spec.resource_group, name)
-            where = found.serial_console_log_blob_uri
+            diagnostics = self._machines.retrieve_boot_diagnostics_data(self._spec.resource_group, name)
+            where = diagnostics.serial_console_log_blob_uri
             if not where:  # there is no log yet
                 return ""
             log = fetch(str(where), timeout_s=BOOT_LOG_TIMEOUT_S)
@@ -250,10 +242,7 @@ class AzureProvider:
         return _Watched(self.group, vm.name, self._bounds.poll_s)
 
     def _round(self, making: Sequence[_Making], until_s: float) -> tuple[Sequence[_Making], Sequence[_Making]]:
-        """Wait for operations; returns failed VMs with a further offer, and those without, with their errors.
-
-        A VM that is not made in time counts as unavailable, so that it does not delay other requests.
-        """
+        """Wait for operations (a late VM counts as unavailable); return failed VMs with and without another offer."""
         left: list[_Making] = []
         given_up: list[_Making] = []
         remains: list[str] = []
@@ -321,12 +310,8 @@ def end_run(
 ) -> tuple[Vm, ...]:
     """End every VM of a run, and its scale set; blocks until they are gone. Returns the VMs that existed.
 
-    Resources without the tags of this run and job are left alone, whatever their names.
-
     ``client``: used in place of one with the user's login. ``say``: called with a sentence for what is left alone, and
-    for what is tried again. ``bounds``: limits on waits in each attempt.
-
-    ProviderError: nothing of this run exists, Azure did not answer, or something is left; the error names it.
+    for what is tried again. ProviderError: nothing of this run exists, or what is left.
     """
     with tempfile.TemporaryDirectory(prefix="morph-") as directory:
         provider = AzureProvider(

@@ -150,10 +150,7 @@ def scale_set_body(spec: AzureSpec, run: str, job: str) -> dict[str, Any]:
 def vm_body(
     spec: AzureSpec, names: dict[str, str], name: str, offer: tuple[AzureSize, str | None], custom_data: Any
 ) -> dict[str, Any]:
-    """Return the description of one VM whose disk and network interface are deleted with it.
-
-    ``names``: ``run``, ``job`` and ``request``. ``custom_data``: the encoded cloud-config.
-    """
+    """Return the description of one VM whose disk and network interface are deleted with it."""
     size, zone = offer
     body: dict[str, Any] = {
         "location": spec.location,
@@ -192,11 +189,7 @@ def planned(
     count: int,
     cloud_config: Callable[[str, int], Any] = lambda _node, _num_devices: "(the cloud-config; it holds secrets)",
 ) -> list[dict[str, Any]]:
-    """Return what a request for ``count`` devices would create, in order; for the user.
-
-    ``cloud_config``: returns the text that is shown for the cloud-config, given a VM's name and number of devices,
-    because the cloud-config holds secrets.
-    """
+    """Return what a request for ``count`` devices would create, in order; for the user, without secrets."""
     group = scale_set_id(spec, run).rsplit("/", 2)[0]
     calls = [{"put": scale_set_id(spec, run), "body": scale_set_body(spec, run, job)}]
     num_devices = turns(spec.sizes, count, count)[0]

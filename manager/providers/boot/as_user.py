@@ -1,7 +1,4 @@
-"""Runs a command as another user: ``python -m manager.providers.boot.as_user UID PATH... -- COMMAND...``.
-
-Started as root on a VM. Each PATH, with everything in it if it is a folder, is given to that user first.
-"""
+"""Runs a command as another user, to whom it first gives each PATH: ``as_user UID PATH... -- COMMAND...``."""
 
 from __future__ import annotations
 

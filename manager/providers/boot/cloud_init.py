@@ -1,7 +1,6 @@
 """Writes the first boot of a cloud VM: it gets Morph from the manager, joins the Ray cluster, and watches for notices.
 
-A VM that the manager has forgotten ends itself. At each boot a watchdog starts first. It needs no disk, no network and
-nothing that is installed later, and it ends the VM unless it regularly gets a sign that the VM should stay.
+At each boot a watchdog starts first, which needs nothing that is installed later; it ends a forgotten VM.
 """
 
 from __future__ import annotations
@@ -74,11 +73,9 @@ class NodeStart(Value):
 
 
 def node_start(vms: ProvidedVms, port: int, secret: str, wheel: bytes, management_url: str, **of_ray: Any) -> NodeStart:
-    """Return how the VMs of a cluster file start.
+    """Return how the VMs of a cluster file start; ``secret``: that of all nodes, for their credentials.
 
-    ``port``: the manager's, for notices. ``secret``: that of all nodes, from which their credentials are derived.
-    ``wheel``: Morph's, which the manager provides. ``management_url``: the resource manager's. ``of_ray``: the fields
-    about the Ray cluster; none: nodes run without Ray.
+    ``of_ray``: the fields about the Ray cluster; none: nodes run without Ray.
     """
     return NodeStart(
         manager_address=f"{vms.address}:{port}",
@@ -102,11 +99,7 @@ def wanted_on(vms: ProvidedVms) -> tuple[str, ...]:
 
 
 def cloud_init(start: NodeStart, node: str, source: str, num_devices: int = 1) -> str:
-    """Return the cloud-config of one node.
-
-    ``source``: the notice source on this cloud. ``num_devices``: the node's, each of which has a worker.
-    ValueError: a name contains characters that are not safe in the unit file.
-    """
+    """Return the cloud-config of one node. ValueError: a name has characters that are not safe in the unit file."""
     if not re.fullmatch(r"[a-z0-9-]+", node) or not re.fullmatch(r"[a-z]*", source):
         raise ValueError(f"{node!r} and {source!r} are not names of a node and a notice source")
     options = [*boot_command(start, node, num_devices, source), f"--stay={STAY_PATH}"]
@@ -134,10 +127,7 @@ def cloud_init(start: NodeStart, node: str, source: str, num_devices: int = 1) -
 
 
 def _watchdog(start: NodeStart, options: list[str]) -> str:
-    """Return the shell lines that run first at each boot; they use only builtins and commands that make files.
-
-    They are one text, which cloud-init puts into a file, so that no secret is on a command line.
-    """
+    """Return the lines that run first at each boot: one text, in a file, so that no secret is on a command line."""
     watch = boot_line(start, ["--only=watch", *options], BOOT_PATH)
     unit = _unit("morph-watchdog", ["/bin/sh", "-c", watch], {}, early=True)
     lines = [
@@ -165,10 +155,7 @@ def is_closed(start: NodeStart) -> bool:
 
 
 def custom_data(text: str) -> str:
-    """Encode a cloud-config for Azure, compressed, which cloud-init supports.
-
-    ValueError: the encoded text is too long.
-    """
+    """Encode a cloud-config for Azure, compressed. ValueError: the encoded text is too long."""
     encoded = base64.b64encode(_compressed(text)).decode()
     if len(encoded) > MAX_CUSTOM_DATA_BYTES:
         raise ValueError(f"the cloud-config has {len(encoded)} bytes, at most {MAX_CUSTOM_DATA_BYTES} are taken")
@@ -176,10 +163,7 @@ def custom_data(text: str) -> str:
 
 
 def user_data(text: str) -> str:
-    """Encode a cloud-config for AWS, also compressed.
-
-    Misconfigured: the encoded text is too long, because the user's part is.
-    """
+    """Encode a cloud-config for AWS, compressed. Misconfigured: it is too long, because the user's part is."""
     compressed = _compressed(text)
     if len(compressed) > MAX_USER_DATA_BYTES:
         raise Misconfigured(
@@ -220,10 +204,7 @@ def boot_line(start: NodeStart, options: list[str], path: str) -> str:
 
 
 def ray_command(start: NodeStart, node: str, num_devices: int | str) -> list[str]:
-    """Return the command that joins a node to the cluster, and runs until the node leaves.
-
-    ``num_devices``: the number, or a placeholder that it replaces later.
-    """
+    """Return the command that joins a node to the cluster; ``num_devices``: the number, or a placeholder for it."""
     resources = f'{{"{VM_RESOURCE}{node}": {num_devices}}}'
     return [
         start.python, "-m", "manager.engine.on_ray.node", "start", "--block", f"--address={start.ray_address}",
@@ -235,10 +216,7 @@ def ray_command(start: NodeStart, node: str, num_devices: int | str) -> list[str
 
 
 def node_command(start: NodeStart, node: str, num_devices: int) -> list[str]:
-    """Return the command of a node: Ray's, run as the job's user, after it got a certificate if Ray is encrypted.
-
-    Without a head node of Ray, it is the command that runs the script of ``morph spot-run``.
-    """
+    """Return a node's command: Ray's, run as the job's user, or without Ray the script of ``morph spot-run``."""
     if not start.ray_address:
         return script_command(start, node, SECRET_PATH)
     ray = ray_command(start, node, num_devices)
@@ -293,9 +271,8 @@ def _unit(
 ) -> dict[str, Any]:
     """Return the unit file of a service that is restarted whenever it ends.
 
-    ``before``: a command that must succeed before each start; ``early``: the service does not wait for the rest of the
-    boot, and the VM is switched off if the service cannot run. Other services leave ending the VM to the watchdog,
-    because a VM that is only switched off is still billed.
+    ``early``: it does not wait for the rest of the boot, and the VM is switched off if it cannot run. Others leave that
+    to the watchdog, because a VM that is only switched off is still billed.
     """
     settings = "".join(f"Environment={key}={value}\n" for key, value in environment.items())
     first = f"ExecStartPre={_line_of(before)}\n" if before else ""

@@ -105,10 +105,7 @@ class Unheard(Unfit):
 
 @lru_cache(maxsize=1)  # every VM of a run gets it
 def program() -> dict[str, str]:
-    """Return this program's files by their paths in the folder that ``python -I`` runs.
-
-    Docstrings and comments are removed, because clouds limit the size of boot data.
-    """
+    """Return this program's files by path, without docstrings and comments, since clouds limit boot data."""
     root = Path(__file__).resolve().parents[3]
     main = {"__main__.py": "from manager.providers.boot.first_boot import main\nmain()\n"}
     return main | {name: _without_docstrings((root / name).read_text(encoding="utf-8")) for name in MODULES}
@@ -163,10 +160,7 @@ class Caller:
 
 
 def check_python(python: str, wanted: str) -> None:
-    """Check that the wanted interpreter exists (it then runs this program) and has the manager's version.
-
-    Unfit: it does not.
-    """
+    """Check that the wanted interpreter, which then runs this program, has the manager's version, or raise Unfit."""
     if not os.access(python, os.X_OK):
         raise Unfit(f"there is no {python}: vms.environment.python must name one that the image or setup provides")
     if platform.python_version() != wanted:
@@ -177,10 +171,7 @@ def check_python(python: str, wanted: str) -> None:
 
 
 def bring(caller: Caller, sha256: str, folder: Path, patience_s: float) -> None:
-    """Fetch the manager's wheel, trying for ``patience_s``, and unpack it into a folder, completely or not at all.
-
-    Unheard: the manager did not send it. Unfit: the wheel has another digest.
-    """
+    """Unpack the manager's wheel, all of it or nothing. Unheard: not sent in ``patience_s``. Unfit: another digest."""
     until_s = time.monotonic() + patience_s
     while True:
         try:
@@ -203,10 +194,7 @@ def bring(caller: Caller, sha256: str, folder: Path, patience_s: float) -> None:
 
 
 def make_user(uid: int) -> None:
-    """Make a user with this id, unless it exists, and check that it may run this interpreter.
-
-    Unfit: the user cannot be made, or may not run it.
-    """
+    """Make a user with this id, unless it exists. Unfit: it cannot be made, or may not run this interpreter."""
     try:
         pwd.getpwuid(uid)
     except KeyError:
@@ -217,10 +205,7 @@ def make_user(uid: int) -> None:
 
 
 def close_metadata(uid: int) -> None:
-    """Block a user's packets to the metadata service, and check that this works.
-
-    Unfit: the user still reaches the service.
-    """
+    """Block a user's packets to the metadata service. Unfit: the user still reaches the service."""
     failed = "the metadata service cannot be closed to the job's code (vms.metadata: true leaves it open)"
     for where in CLOSED:
         rule = ["priority", "5", "to", *where, "uidrange", f"{uid}-{uid}", "prohibit"]
@@ -250,10 +235,7 @@ def _run_tool(command: list[str], failed: str, but: str = "") -> None:
 
 
 def lacking(requirements: list[str]) -> list[str]:
-    """Return the requirements that this interpreter's packages do not meet.
-
-    Understands NAME, NAME==VERSION and NAME>=VERSION; others are returned. A build, as in 2.9+cu128, counts if named.
-    """
+    """Return the requirements (NAME, NAME==VERSION, NAME>=VERSION) that this interpreter's packages do not meet."""
     missing = []
     for given in requirements:
         read = re.fullmatch(r"([A-Za-z0-9._-]+)(?:(==|>=)([0-9][0-9A-Za-z.+!_-]*))?", given)
@@ -272,9 +254,7 @@ def lacking(requirements: list[str]) -> list[str]:
 
 
 def install(requirements: list[str], lock: Callable[[], str]) -> None:
-    """Install missing requirements with pip; if none is missing, neither pip nor a network is needed.
-
-    ``lock``: asks the manager for the versions, and if known the hashes, of what the run's VMs install.
+    """Install missing requirements with pip; ``lock``: asks the manager for versions and hashes.
 
     Unfit: pip fails, or the manager does not answer.
     """
@@ -338,10 +318,7 @@ def last_words(path: Path) -> str:
 
 
 def run_setup(lines: list[str], timeout_s: float = SETUP_TIMEOUT_S) -> None:
-    """Run the user's lines in order; a failing line is ignored, because a later step reports what is missing.
-
-    Unfit: a line did not end in time; it was ended, with all that it started.
-    """
+    """Run the user's lines in order; a failing line is ignored. Unfit: a line did not end in time, and was killed."""
     for line in lines:
         process = subprocess.Popen(["sh", "-c", line], stdin=subprocess.DEVNULL, start_new_session=True)
         try:

@@ -29,10 +29,7 @@ LOCK_TIMEOUT_S = 600.0
 
 
 def make_wheel() -> bytes:
-    """Pack the installed Morph (editable or not) into a wheel; the same files give the same bytes.
-
-    ClusterError: Morph is not installed, but imported from some folder.
-    """
+    """Pack the installed Morph into a wheel, the same files to the same bytes. ClusterError: it is not installed."""
     try:
         distribution = metadata.distribution(DISTRIBUTION)
     except metadata.PackageNotFoundError as error:
@@ -57,10 +54,7 @@ def make_wheel() -> bytes:
 
 
 def kept_wheel(path: Path, *, make: bool) -> bytes:
-    """Return the run's wheel, which the first manager stores for those that take over.
-
-    ClusterError: the wheel is gone, or cannot be made.
-    """
+    """Return the run's wheel, which the first manager keeps. ClusterError: it is gone, or cannot be made."""
     if make:
         write_whole(path, make_wheel(), PRIVATE)
     try:
@@ -70,10 +64,9 @@ def kept_wheel(path: Path, *, make: bool) -> bytes:
 
 
 def requirements(*, any_build: bool = False) -> tuple[str, ...]:
-    """Return the wheel's requirements, with their own, in the versions found here.
+    """Return the wheel's requirements, with their own, in the versions found here: torch in its exact build.
 
-    torch is required in its exact build, as ``2.9.0+cu128``, because weights depend on it. ``any_build``: take the
-    build that an index has for the VMs, because the build found here does not support the VMs' GPUs.
+    ``any_build``: the index's build for the VMs, because the one found here does not support their GPUs.
     """
     versions: dict[str, str] = {}
     todo = [DISTRIBUTION]
@@ -98,9 +91,7 @@ def requirements(*, any_build: bool = False) -> tuple[str, ...]:
 def make_lock(wanted: Sequence[str], timeout_s: float = LOCK_TIMEOUT_S) -> str:
     """Ask pip which files it would install for requirements on this kind of machine; installs and builds nothing.
 
-    Returns the input of ``pip install --require-hashes -r``: each package with its version and its file's hash.
-
-    ClusterError: pip cannot resolve the requirements.
+    Returns the input of ``pip install --require-hashes -r``. ClusterError: pip cannot resolve them.
     """
     indexes = _indexes(wanted)
     with tempfile.TemporaryDirectory(prefix="morph-") as directory:
@@ -124,7 +115,7 @@ def make_lock(wanted: Sequence[str], timeout_s: float = LOCK_TIMEOUT_S) -> str:
 
 def _indexes(wanted: Sequence[str]) -> list[str]:
     """Return pip's options for the indexes of torch's builds, which no general index has."""
-    builds = {build for one in wanted if (build := one.partition("==")[2].partition("+")[2])}
+    builds = {build for requirement in wanted if (build := requirement.partition("==")[2].partition("+")[2])}
     return [f"--extra-index-url={TORCH_INDEX}{build}" for build in sorted(builds)]
 
 
@@ -134,11 +125,7 @@ def _locked(item: dict[str, Any]) -> str:
 
 
 class Lock:
-    """The packages that the VMs of a run install; determined when the first VM lacks one, and kept for later managers.
-
-    ``path``: the file that keeps the lock. ``wanted``: the requirements; a lock made for others is made anew.
-    ``say``: called with the reason if there are no hashes.
-    """
+    """The packages that a run's VMs install, determined when the first VM lacks one; ``path`` keeps them."""
 
     def __init__(self, path: Path, wanted: Sequence[str], say: Callable[[str], object]) -> None:
         self._path, self._wanted, self._say = path, tuple(wanted), say
@@ -157,8 +144,8 @@ class Lock:
         return f"# for {hashlib.sha256(repr(self._wanted).encode()).hexdigest()}\n"
 
     def _kept(self) -> bytes:
-        found = self._path.read_bytes() if self._path.exists() else b""
-        return found if found.startswith(self._mark.encode()) else b""
+        content = self._path.read_bytes() if self._path.exists() else b""
+        return content if content.startswith(self._mark.encode()) else b""
 
     def _new(self) -> bytes:
         try:

@@ -70,7 +70,7 @@ class SshHost(Value):
     def is_here(self) -> bool:
         """Whether the host is this machine, judged by its addresses."""
         return "localhost" in (known := (self.address, self.node_address or "")) or any(
-            one.startswith("127.") or one == "::1" for one in known
+            address.startswith("127.") or address == "::1" for address in known
         )
 
     @property
@@ -80,11 +80,7 @@ class SshHost(Value):
 
 
 def ssh_command(host: SshHost, remote: str, program: Sequence[str] = ("ssh",)) -> list[str]:
-    """Build the command line that runs ``remote`` on a host.
-
-    ssh never asks for a password or a host key; the command overrides the user's own configuration so that the host
-    gets no access to the user's keys, or to ports or the screen of this machine.
-    """
+    """Build the command line that runs ``remote`` on a host: ssh asks nothing, and lends the host no keys or ports."""
     options = [part for option in OPTIONS for part in ("-o", option)] + ["-p", str(host.port)]
     if host.identity_file:
         options += ["-i", host.identity_file]
@@ -94,8 +90,7 @@ def ssh_command(host: SshHost, remote: str, program: Sequence[str] = ("ssh",)) -
 def start_script(node: str, command: Sequence[str], directory: str = ".morph/nodes") -> str:
     """Build the remote shell line that starts a node in the background, once, and stores its process group.
 
-    Standard input is the node's secret; it is kept in a file that only the user can read; the command gets the file's
-    path as ``MORPH_SECRET_FILE``. While the node lives, running the line again does nothing.
+    Standard input is the node's secret, kept in a file for the user alone (``MORPH_SECRET_FILE``).
     """
     place = f'"$HOME"/{shlex.quote(f"{directory}/{node}")}'
     line = shlex.join(command)
@@ -110,10 +105,7 @@ def start_script(node: str, command: Sequence[str], directory: str = ".morph/nod
 
 
 def end_script(node: str, directory: str = ".morph/nodes") -> str:
-    """Build the remote shell line that ends a node's process group, if any, and removes its files.
-
-    The folder named in the node's file ``elsewhere`` is also removed: a node that had to be killed leaves it behind.
-    """
+    """Build the remote shell line that ends a node's process group, and removes its files and ``elsewhere``."""
     place = f'"$HOME"/{shlex.quote(f"{directory}/{node}")}'
     return (
         f'd={place}; if [ -s $d/pid ]; then g=$(cat $d/pid); kill -s TERM -- -"$g" 2>/dev/null; '
@@ -131,13 +123,10 @@ def log_script(node: str, directory: str = ".morph/nodes") -> str:
 def run_ssh(
     host: SshHost, remote: str, secret: str = "", program: Sequence[str] = ("ssh",), timeout_s: float = RUN_TIMEOUT_S
 ) -> str:
-    """Run a remote line and return its output; blocks for at most ``timeout_s``.
-
-    Ctrl-C does not reach the program, because a node may be starting.
+    """Run a remote line and return its output; blocks for at most ``timeout_s``. Ctrl-C does not reach it.
 
     Unanswered: the host did not answer in time, or the program was killed. Transient: the host was not reached.
-    Misconfigured: there is no ssh program, ssh refuses the host or the host refuses the login, or the remote line
-    failed.
+    Misconfigured: there is no ssh, a host or login is refused, or the remote line failed.
     """
     try:
         done = subprocess.run(

@@ -107,10 +107,9 @@ _LEASES: TypeAdapter[dict[str, Lease]] = TypeAdapter(dict[str, Lease])
 
 
 class StaticProvider:
-    """Leases hosts. The leases are in a file that several runs can share; it is locked while it is changed.
+    """Leases hosts for ``run``, in a file that several runs can share; it is locked while it is changed.
 
-    ``run``: the name of the run that leases. ``secret``: given to a node on its standard input. ``shell``: runs a line
-    on a host, as ``run_ssh`` does. ``ending``: the command that ends the rest of the run.
+    ``secret``: given to a node on its standard input; ``shell``: runs a line on a host, as ``run_ssh`` does.
     """
 
     def __init__(
@@ -136,11 +135,7 @@ class StaticProvider:
         self._hosts = {f"{host.address}:{host.port}": host for host in spec.hosts}
 
     def request(self, request: str, count: int, max_vms: int | None = None, *, node_type: str = "") -> tuple[Vm, ...]:
-        """See ``Provider``. If a host's node does not start, the host is given back and the next free one is tried.
-
-        If a host did not answer, its node may have started: unless the node can be ended, the host stays leased and
-        listed.
-        """
+        """See ``Provider``. A host whose node does not start is given back; one that did not answer may stay leased."""
         most = count if max_vms is None else max_vms
         leased = {key: vm for key, vm in self._ours().items() if vm.request == request}
         granted: list[Vm] = []

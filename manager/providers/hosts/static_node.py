@@ -38,12 +38,9 @@ OWN_FILES = (
 def static_node(start: NodeStart, source: str = "") -> tuple[str, ...]:
     """Return the command of ``StaticSpec``: a shell that ends with its node, in a process group of its own.
 
-    ``source``: the notice source of the node's agent; empty: there is none.
-
-    A node that ends by itself, because Ray could not start or was lost later, reports to the manager until the manager
-    ends it. Files with secrets, and the job's files, are in the node's folder; Ray's are in a new folder below /tmp,
-    because the names of its sockets must be short. When the node ends by itself, only its log is left, until its host
-    is given back.
+    ``source``: the notice source of the node's agent, if any. A node that ends by itself reports to the manager until
+    the manager ends it. Files are in the node's folder, Ray's in a new folder below /tmp, because its sockets' names
+    must be short. In the end only the log is left, until the host is given back.
     """
     settings = " ".join(f"{name}={shlex.quote(value)}" for name, value in RAY_SETTINGS.items())
     agent = agent_command(start, NODE, source, DEVICES, "group", f"{FOLDER}node-secret")

@@ -45,11 +45,7 @@ FigureT = TypeVar("FigureT")
 
 @dataclass(frozen=True)
 class Bounds:
-    """Limits on waits, in seconds.
-
-    ``list_s``: how long lists may omit what was just made. ``poll_s``: between two polls of an operation, if the cloud
-    names no time.
-    """
+    """Limits (seconds): lists may omit new things for ``list_s``; ``poll_s`` between polls, unless a cloud says."""
 
     make_s: float = 600.0
     delete_s: float = 300.0
@@ -111,10 +107,7 @@ def of_type(sizes: Iterable[SizeT], node_type: str) -> tuple[SizeT, ...]:
 
 
 def check_types(sizes: Iterable[Size], zones: Collection[str], field: str) -> None:
-    """Refuse types of GPUs that only some sizes have, and types in zones that the cloud file does not have.
-
-    ValueError: naming the field and what is allowed.
-    """
+    """Raise ValueError for GPU types that only some sizes have, and those in zones that the cloud file lacks."""
     types = {size.node_type for size in sizes}
     if None in types and len(types) > 1:
         raise ValueError(f"{field}: some have a node_type, others do not")
@@ -123,10 +116,9 @@ def check_types(sizes: Iterable[Size], zones: Collection[str], field: str) -> No
 
 
 def dearest(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None], listed: str) -> Price | None:
-    """Return the price of one hour of the most expensive size; None if the price of some size is unknown.
+    """Return the price of one hour of the most expensive size; None: some size's price is unknown.
 
-    ``find``: finds the price of a size that has none in the file; None: not known. ``listed``: the source of these
-    prices.
+    ``find``: the price of a size that has none in the file, from the source ``listed``; None: not known.
     """
     sizes = tuple(sizes)
     figures = [find(size) if size.usd_per_h is None else size.usd_per_h for size in sizes]
@@ -138,20 +130,14 @@ def dearest(sizes: Iterable[SizeT], find: Callable[[SizeT], float | None], liste
 
 
 def turns(sizes: Iterable[Size], count: int, max_vms: int) -> list[int]:
-    """Return the numbers of devices per VM in the order in which they are tried for ``count`` devices.
-
-    The fewest devices come first; but if these would take more than ``max_vms`` VMs, the most devices come before them.
-    """
+    """Return the numbers of devices per VM to try: fewest first, unless that takes over ``max_vms`` VMs."""
     known = sorted({size.num_devices for size in sizes})
     enough = [number for number in known if number * max_vms >= count]
     return enough + [number for number in reversed(known) if number not in enough]
 
 
 def missing(request: str, known: Mapping[str, int], count: int, most: int, num_devices: int) -> list[tuple[int, str]]:
-    """Return number and name of each VM with ``num_devices`` that a request for ``count`` devices still lacks.
-
-    ``known``: the devices of VMs that exist or are being made; ``most``: the limit on the number of all VMs.
-    """
+    """Return number and name of each VM that a request lacks; ``known``: devices by VM; ``most``: the limit on VMs."""
     num_vms = max(0, min(-(-(count - sum(known.values())) // num_devices), most - len(known)))
     free = ((index, name) for index in itertools.count() if (name := vm_name(request, index)) not in known)
     return list(itertools.islice(free, num_vms))
@@ -160,13 +146,9 @@ def missing(request: str, known: Mapping[str, int], count: int, most: int, num_d
 def outcome(
     request: str, made: Iterable[Vm], errors: Mapping[str, ProviderError], decisions: Sequence[str] = ()
 ) -> Granted:
-    """Return the VMs of a request, with the most important error as the reason why others are missing.
+    """Return a request's VMs, with the most important error as ``missing``; raise that error if none came.
 
-    Errors that the user must mend take precedence, then those after which the same request may get more.
-
-    ``errors``: by the names of the VMs that did not come.
-
-    ProviderError: no VM came; this is that error.
+    The most important are those that the user must mend, then those after which the request may get more.
     """
     granted = tuple(made)
     chief = min(
@@ -199,12 +181,9 @@ def priced(what: str, usd_per_h: float | None) -> str:
 
 
 class Remembered(Generic[KeyT, FigureT]):
-    """A cache of listed prices. Thread-safe.
+    """A thread-safe cache of listed prices, each kept for ``keep_s``, and longer if the list has no newer one.
 
-    A known price is kept for ``keep_s``, and longer if the list then has no newer one. A price that the list did not
-    have is looked up again after ``RETRY_S``, so that an unreachable list does not delay every call of a provider.
-
-    ``find``: looks up a price; None if the list has none; may block. ``clock``: monotonic seconds.
+    ``find`` may block, and returns None if the list has none: it is looked up again after ``RETRY_S``.
     """
 
     def __init__(
@@ -230,10 +209,9 @@ class Remembered(Generic[KeyT, FigureT]):
 
 
 def paid_since_s(created: datetime | None, answered: str | None, now_s: float) -> float | None:
-    """Return when a VM's billing began (seconds since 1970, by this machine's clock); None: the cloud does not say.
+    """Return when a VM's billing began (seconds since 1970, by this machine's clock); None: not known.
 
-    ``created``: when the VM was created, by the cloud's clock. ``answered``: the ``Date`` header of the same answer,
-    also by the cloud's clock. ``now_s``: this machine's clock when the answer came.
+    ``created`` and ``answered`` are by the cloud's clock, ``now_s`` is this machine's when the answer came.
     """
     if created is None:
         return None

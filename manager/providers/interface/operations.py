@@ -1,7 +1,4 @@
-"""Keeps operations under way and answered requests for the next manager, in a file that only the user can read.
-
-A continuation token is a secret, because it holds parts of requests and answers.
-"""
+"""Keeps operations under way and answered requests for the next manager, in a file that only the user can read."""
 
 from __future__ import annotations
 
@@ -21,12 +18,7 @@ class _Kept(Value):
 
 
 class Operations:
-    """Tokens by VM name, and the VMs that each request got. Every change is on disk before the call returns.
-
-    Thread-safe: VMs are ended while others are requested.
-
-    Misconfigured: the file is damaged.
-    """
+    """Tokens by VM name, and the VMs that each request got; thread-safe, and on disk before a call returns."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

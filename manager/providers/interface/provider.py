@@ -120,10 +120,9 @@ class Vm(Value):
 
 
 class Granted(tuple[Vm, ...]):
-    """The VMs that a request got.
+    """The VMs that a request got; ``missing``: why fewer came; None: nothing is missing, or ``max_vms`` is reached.
 
-    ``missing``: why fewer came than were requested, where its class says what to do about the rest; None: nothing is
-    missing, or ``max_vms`` is reached. ``decisions``: sentences about choices that the user pays for.
+    ``decisions``: sentences about choices that the user pays for.
     """
 
     missing: ProviderError | None
@@ -185,20 +184,10 @@ class Provider(Protocol):
         """
 
     def delete(self, names: Sequence[str]) -> None:
-        """End VMs and all that belongs to them; names of missing VMs, or of other runs' VMs, are ignored.
-
-        All deletions are begun before any is waited for.
-
-        ProviderError: some VMs are left, which the error names; the others are ended.
-        """
+        """End VMs and all that belongs to them; other names are ignored. ProviderError: the error names the rest."""
 
     def evict(self, name: str) -> bool:
-        """Make the provider revoke a VM of this run, with its usual notice, for tests.
-
-        Returns at once; False: the provider cannot do that, and nothing was done.
-
-        ProviderError: the call failed.
-        """
+        """Make the provider revoke a VM, with its usual notice, for tests; return at once whether it can."""
 
     def boot_log(self, name: str) -> str:
         """Return the end of the boot log of a VM of this run; empty if it is not known. Never fails.
@@ -249,15 +238,9 @@ def end_all(
 ) -> Sequence[str]:
     """End every VM of a run and its other resources; blocks until they are gone, for about ``patience_s``.
 
-    Returns descriptions of resources that lost VMs had left behind.
-
-    After an error that a retry may fix, the call is repeated after a growing pause, or the one for which the provider
-    asks; the last time at the end of ``patience_s``.
-
-    ``say``: called with a sentence on what is left and when the next attempt is. ``hurry``: once it is set, the next
-    attempt is the last one. ``clock``: monotonic seconds.
-
-    ProviderError: something is left; the error names it.
+    Returns descriptions of what lost VMs had left behind. After an error that a retry may fix, the call is repeated
+    after a growing pause, or the one that the provider asks for; the last time at the end, or once ``hurry`` is set.
+    ``say``: called with a sentence on what is left. ProviderError: something is left.
     """
     until_s, hurry = clock() + patience_s, hurry or threading.Event()
     pause = pause or hurry.wait
@@ -292,10 +275,7 @@ class RunName(Value):
 
 
 def name_of(run_dir: Path, job: str) -> RunName:
-    """Return the run's name, or a new one if it has none; writes nothing.
-
-    RunDirError: the file in the run directory is damaged.
-    """
+    """Return the run's name, or a new one; writes nothing. RunDirError: its file in the run directory is damaged."""
     path = run_dir / VMS
     if path.exists():
         return read_json(path, RunName, RunDirError)

@@ -1,7 +1,4 @@
-"""Parsing the answers of Slurm's programs: pure, nothing is run here.
-
-An answer that cannot be parsed is an error, and never means that there are no jobs.
-"""
+"""Parses answers of Slurm's programs. An unreadable one is an error, and never means that there are no jobs."""
 
 from __future__ import annotations
 
@@ -100,10 +97,7 @@ class Job(Value):
 
 
 def jobs_in_text(text: str) -> tuple[Job, ...]:
-    """Parse the output of ``squeue --format=QUEUE_FORMAT``, with its header.
-
-    Transient: the output has another form.
-    """
+    """Parse ``squeue --format=QUEUE_FORMAT``, with its header. Transient: the output has another form."""
     header, *lines = text.splitlines() or [""]
     if header.strip() != QUEUE_HEADER:
         raise Transient(f"squeue: the answer is not a list of jobs: {header[:80]!r}")
@@ -129,10 +123,7 @@ def _job_of_line(line: str) -> Job:
 
 
 def jobs_in_json(text: str, uid: int) -> tuple[Job, ...]:
-    """Parse a user's jobs from the output of ``squeue --json``, whose numbers and states differ by version.
-
-    Transient: the output has another form, or reports errors.
-    """
+    """Parse a user's jobs from ``squeue --json``, of any version. Transient: it has another form, or errors."""
     try:
         answer = json.loads(text)
         if answer.get("errors"):
@@ -192,15 +183,12 @@ def _seconds(text: str) -> float | None:
 
 def version_in(text: str) -> tuple[int, ...]:
     """Return the version in the output of ``--version``; empty: there is none."""
-    found = re.search(r"\b(\d+)\.(\d+)", text)
-    return () if found is None else (int(found[1]), int(found[2]))
+    match = re.search(r"\b(\d+)\.(\d+)", text)
+    return () if match is None else (int(match[1]), int(match[2]))
 
 
 def job_number_in(text: str) -> str:
-    """Return the job number in the output of ``sbatch --parsable``.
-
-    Transient: there is no number; the job may exist.
-    """
+    """Return the job number that ``sbatch --parsable`` shows. Transient: there is none; the job may exist."""
     number = (text.strip().splitlines() or [""])[-1].partition(";")[0]
     if not re.fullmatch(r"\d+", number):
         raise Transient(f"sbatch: the answer is not a job's number: {text.strip()[:80]!r}")
@@ -209,8 +197,8 @@ def job_number_in(text: str) -> str:
 
 def setting_in(text: str, name: str) -> float | None:
     """Return a number of seconds in the output of ``scontrol show``: ``GraceTime=8`` or ``KillWait = 30 sec``."""
-    found = re.search(rf"\b{name}\s*=\s*(\d+)\b", text)
-    return None if found is None else float(found[1])
+    match = re.search(rf"\b{name}\s*=\s*(\d+)\b", text)
+    return None if match is None else float(match[1])
 
 
 def why_over(text: str) -> str:

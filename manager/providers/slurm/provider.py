@@ -1,7 +1,6 @@
 """Jobs of Slurm: they are submitted by name, found again by their comments, and ended by their numbers.
 
-Slurm's own programs are called with only a small part of this process's environment, because Slurm stores the
-environment of jobs, and no job needs the manager's variables.
+Slurm's programs get only a small part of this process's environment, because Slurm stores it.
 """
 
 from __future__ import annotations
@@ -69,10 +68,9 @@ class Said:
 
 
 def run_program(command: Sequence[str], given: str = "", timeout_s: float = CALL_TIMEOUT_S) -> Said:
-    """Run one of Slurm's programs with ``given`` on its standard input; blocks for a bounded time.
+    """Run one of Slurm's programs, for a bounded time. Ctrl-C does not reach it: it may be submitting a job.
 
-    Ctrl-C does not reach the program, because it may be submitting a job. Transient: the program did not end in time;
-    it may have had its effect. Misconfigured: the program cannot be run.
+    Transient: it did not end in time, and may have had its effect. Misconfigured: it cannot be run.
     """
     known = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     try:
@@ -95,11 +93,9 @@ def run_program(command: Sequence[str], given: str = "", timeout_s: float = CALL
 
 
 class SlurmProvider:
-    """The ``Provider`` of Slurm jobs. A VM is a job: it exists from its submission on, and first waits in the queue.
+    """The ``Provider`` of Slurm jobs: a VM is a job, which exists from its submission on and waits in the queue first.
 
-    ``script``: makes the script of a node's job, given the seconds from Slurm's signal to the kill. ``logs``: the
-    folder for the jobs' output. ``run``: runs one of Slurm's programs. ``ending``: the command that ends the rest of
-    the run. ``delete_s``: how long to wait for jobs to end. ``uid``: the user whose jobs are listed.
+    ``script``: makes the script of a node's job, given the seconds from Slurm's signal to the kill.
     """
 
     def __init__(
@@ -232,10 +228,7 @@ class SlurmProvider:
         return job_number_in(said.out)
 
     def _seen(self, submitted: Sequence[str]) -> tuple[Job, ...]:
-        """Return the run's jobs, including those just submitted.
-
-        Misconfigured: submitted jobs are not listed, and would be billed and lost; they are ended.
-        """
+        """Return the run's jobs. Misconfigured: jobs just submitted are not listed; they are ended, not lost."""
         jobs = self._all()
         if bare := [job.number for job in jobs if job.number in submitted and job.mark is None]:
             self._run(["scancel", *bare])
@@ -275,10 +268,7 @@ class SlurmProvider:
         return job.mark is not None and (job.mark.run, job.mark.job) == (self._name.run, self._name.job)
 
     def _all(self) -> tuple[Job, ...]:
-        """Return every job of this user that Slurm knows.
-
-        Transient: Slurm does not answer.
-        """
+        """Return every job of this user that Slurm knows. Transient: Slurm does not answer."""
         if self._version is None:
             self._version = version_in(self._run(["squeue", "--version"]).out)
         if self._version >= JSON_SINCE:

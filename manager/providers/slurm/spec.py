@@ -111,10 +111,7 @@ class SlurmSpec(Value):
 
 
 def sbatch_command(spec: SlurmSpec, node: str, mark: Mark, logs: Path) -> list[str]:
-    """Return the command that submits a node's job; it reads the job's script from standard input.
-
-    ``logs``: the folder for the jobs' output.
-    """
+    """Return the command that submits a node's job, with the script on standard input; ``logs``: for its output."""
     log = f"{logs}/".replace("%", "%%") + f"{node}-%j.log"
     given = {
         "partition": spec.partition, "account": spec.account, "qos": spec.qos, "gres": spec.gres,
@@ -137,11 +134,7 @@ def planned(
     count: int,
     script: Callable[[str, int], Any] = lambda _node, _num_devices: "(the job script; it holds secrets)",
 ) -> list[dict[str, Any]]:
-    """Return what a request for ``count`` devices would submit, in order; for the user.
-
-    ``script``: returns the text that is shown for the script, given a node's name and number of devices, because the
-    script holds secrets.
-    """
+    """Return what a request for ``count`` devices would submit, in order; for the user, without secrets."""
     mark = Mark(run=run, job=job, request=request, devices=spec.num_devices)
     num_jobs = min(-(-count // spec.num_devices), spec.max_jobs or count)
     nodes = [vm_name(request, index) for index in range(num_jobs)]
@@ -159,10 +152,9 @@ def squeue_command(uid: int, *, as_json: bool) -> list[str]:
 
 
 def job_script(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> str:
-    """Return the script of a node's job.
+    """Return the script of a node's job: a job step, because only steps of a preempted job get SIGTERM.
 
-    The node is a job step, because only the steps of a preempted job get SIGTERM. It reads its secret from standard
-    input, so that the secret is in no command line. If the environment lacks the job's end time, Slurm is asked for it.
+    Its secret is on standard input, in no command line. Without a job's end time, Slurm is asked for it.
     """
     step = ["srun", "--ntasks=1", f"--cpus-per-task={spec.cpus}", "--export=ALL"]
     step += [f"--container-image={spec.container_image}"] if spec.container_image else []
@@ -179,12 +171,10 @@ def job_script(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> 
 
 
 def _leader(start: NodeStart, spec: SlurmSpec, node: str, grace_s: float) -> str:
-    """Return the shell script of the step. Only it gets Slurm's signals, which it records for the node's agent.
+    """Return the shell script of the step: only it gets Slurm's signals, which it records for the node's agent.
 
-    Some clusters signal all descendants of the step's process, which would end Ray at once. So the node runs in its own
-    session, and is not a child of the step. A guard in that session reads a pipe that this shell holds open, and ends
-    the node when this shell is gone for any reason. This shell ends a login shell that hangs, for example on a lost
-    file system.
+    Some clusters signal all descendants of the step's process, so the node runs in its own session, with a guard that
+    ends it when this shell, which holds a pipe to the guard, is gone for any reason.
     """
     limits = json.dumps({"grace_s": grace_s, "ahead_s": spec.successor_s}).replace("}", ', "ends_s": %s}')
     known = {"{node}": node, "{address}": "", "{devices}": str(spec.num_devices)}

@@ -156,6 +156,15 @@ def found_by_name(place: str) -> Any:
     return getattr(import_module(module), attribute)
 
 
+def offered(context: typer.Context, name: str) -> Any:
+    """Import what the root command offers under this name, to commands of rooms that must not import it themselves.
+
+    None: it offers nothing under this name, because the command was started without it.
+    """
+    places: Mapping[str, str] = context.find_root().obj or {}
+    return found_by_name(places[name]) if name in places else None
+
+
 def _imported(name: str, place: CommandPlace) -> Any:
     places = {"": place} if isinstance(place, str) else place
     found = found_by_name(places[""])

@@ -1,7 +1,4 @@
-"""A cut model and its initial values, as bytes and back.
-
-The form is JSON: numbers, names, and torch's own operations by name. No code is read.
-"""
+"""A cut model and its initial values, as JSON and back: numbers, names, torch's operations by name, and no code."""
 
 from __future__ import annotations
 
@@ -65,10 +62,9 @@ class Entry:
 
 
 def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
-    """Return the form of a model that was cut, compressed.
+    """Return the form of a model that was cut, compressed; code lines are relative to the job's folder.
 
-    ``folder``: the job's folder, to which lines of code are relative. Raises CannotKeep if the model was not recorded,
-    or the form cannot hold a part of it.
+    Raises CannotKeep if the model was not recorded, or the form cannot hold a part of it.
     """
     tape = exported.initial_parameters.tape
     if not isinstance(exported, GraphJob):
@@ -83,27 +79,24 @@ def write_entry(exported: ExportedJob, model: CutModel, folder: str) -> bytes:
         "seed": tape.seed,
         "tape": [write_value(tape.operations[place]) for place in places],
         "tensors": [
-            [write_value(one.entries), write_value(one.specs), sum(place < one.num_operations for place in places)]
-            for one in lazy
+            [write_value(cut.entries), write_value(cut.specs), sum(place < cut.num_operations for place in places)]
+            for cut in lazy
         ],
-        "constants": {place: found.name for place, found in exported.sources.items() if found.kind == "constant"},
+        "constants": {place: source.name for place, source in exported.sources.items() if source.kind == "constant"},
         "model": write_value(model),
     }
     text = json.dumps(form, separators=(",", ":"))
     content = zlib.compress(text.replace(_in_json(folder), _FOLDER).encode())
     read = read_entry(content, folder).model.every()
-    for size, one in model.every().items():
-        for section, again in zip(one.sections, read[size].sections, strict=True):
+    for size, cut in model.every().items():
+        for section, again in zip(cut.sections, read[size].sections, strict=True):
             if _codes(section.code) != _codes(again.code):
                 raise CannotKeep("a graph that reads back as another")
     return content
 
 
 def read_entry(content: bytes, folder: str) -> Entry:
-    """Return the parts that ``write_entry`` wrote, for a job in this folder.
-
-    Raises ValueError if it has another form, or was written by another version of torch.
-    """
+    """Return the parts that ``write_entry`` wrote. Raises ValueError for another form or version of torch."""
     try:
         text = zlib.decompressobj().decompress(content, MOST_BYTES).decode()
         form = json.loads(text.replace(_FOLDER, _in_json(folder)))
@@ -202,9 +195,9 @@ def _read_graph(forms: Json) -> GraphModule:
         node = graph.create_node(op, called, given, named, name=name)
         node.meta.update({} if is_graph else meta)
         nodes.append(node)
-    found = GraphModule(root, graph)
-    found.graph.lint()
-    return found
+    graph_module = GraphModule(root, graph)
+    graph_module.graph.lint()
+    return graph_module
 
 
 def _codes(code: Any) -> list[str]:
@@ -228,22 +221,22 @@ def _write_function(function: Any) -> str:
 
 def _read_function(name: str) -> Callable[..., Any]:
     namespace, _, rest = name.partition(".")
-    found: Any = None
+    function: Any = None
     if name == TRUNCATED:
-        found = getattr(nn.init, TRUNCATED)
+        function = getattr(nn.init, TRUNCATED)
     elif name == _READ:
-        found = read_slice
+        function = read_slice
     elif namespace == "operator" and rest in _OPERATORS:
-        found = getattr(operator, rest)
+        function = getattr(operator, rest)
     elif namespace == "higher_order" and rest in _OF_GRAPHS:
-        found = getattr(torch.ops.higher_order, rest)
+        function = getattr(torch.ops.higher_order, rest)
     elif namespace in _NAMESPACES:
         packet, _, overload = rest.partition(".")
-        found = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
-        found = found if isinstance(found, OpOverload) else None
-    if found is None:
+        function = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+        function = function if isinstance(function, OpOverload) else None
+    if function is None:
         raise ValueError(f"{name} is no operation of torch")
-    return found  # type: ignore[no-any-return]  # looked up by name
+    return function  # type: ignore[no-any-return]  # looked up by name
 
 
 def _name(value: object) -> str:
@@ -262,7 +255,7 @@ def _write_data(tensor: Tensor) -> Json:
     if not plain or tensor.is_quantized or tensor.is_conj() or tensor.is_neg():
         raise CannotKeep("a tensor that is not plain")
     if not tensor.is_contiguous() or tensor.numel() * tensor.element_size() > _MOST_DATA_BYTES:
-        raise CannotKeep("much data")
+        raise CannotKeep(f"a tensor of shape {list(tensor.shape)} that its constructor does not make")
     content = base64.b64encode(tensor.detach().reshape(-1).view(torch.uint8).numpy().tobytes()).decode()
     return [_name(tensor.dtype), list(tensor.shape), list(tensor.stride()), content]
 
@@ -270,8 +263,8 @@ def _write_data(tensor: Tensor) -> Json:
 def _read_data(form: Json) -> Tensor:
     name, shape, stride, text = form
     dtype, content = _of_torch("dtype", name), bytearray(base64.b64decode(text, validate=True))
-    found = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
-    return found.as_strided(shape, stride)
+    tensor = torch.frombuffer(content, dtype=dtype) if content else torch.empty(0, dtype=dtype)
+    return tensor.as_strided(shape, stride)
 
 
 _LEAVES: dict[str, tuple[type, Callable[[Any], Json], Callable[[Json], Any]]] = {

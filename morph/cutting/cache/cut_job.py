@@ -1,8 +1,4 @@
-"""Loads a job and cuts its model, or uses an earlier cut of the same content.
-
-A cut is kept for its user under a digest of everything on which it depends; a run gives the cut to its workers, which
-then load no exporter. If the stored form cannot hold a model, each worker exports it.
-"""
+"""Loads a job and cuts its model, or uses an earlier cut, kept under a digest of everything on which it depends."""
 
 from __future__ import annotations
 
@@ -99,10 +95,7 @@ class LoadedJob:
         return CutJob(self.job, model, self.exported.initial_state)
 
     def handed(self, num_sections: int, micro_batch_size: int) -> HandedCut:
-        """Return this cut for workers, wherever they are.
-
-        Raises CannotKeep if the stored form cannot hold the model, so that each worker exports it.
-        """
+        """Return this cut for workers, wherever they are. Raises CannotKeep if the stored form cannot hold it."""
         entry, content = self._kept(num_sections, micro_batch_size)
         if entry is None:
             model = self._made(num_sections, micro_batch_size)
@@ -153,10 +146,9 @@ class LoadedJob:
 def load_and_cut(
     job_path: str, *, num_sections: int | None, micro_batch_size: int, handed: HandedCut | None = None
 ) -> CutJob:
-    """Load a job, and use the given cut of its model; without one, use the kept cut or a new one.
+    """Load a job, and use the manager's cut of its model, if handed; else a kept or a new one.
 
-    ``handed``: the manager's cut. A cut of another version of torch is reported in one line and not used. Raises
-    InputError as in ``load_job``, ``export_job`` and ``cut``; or the given cut is damaged.
+    Raises InputError as in ``load_job``, ``export_job`` and ``cut``; or the given cut is damaged.
     """
     if handed is not None:
         if hashlib.sha256(handed.content).hexdigest() != handed.sha256:
@@ -175,10 +167,9 @@ def _folder_of(job_path: str) -> str:
 
 
 def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
-    """Return one digest of a job's code and data, versions of packages, and settings of this process.
+    """Return a digest of a job's code and data, versions of packages, and settings of this process.
 
-    It contains no folder. None if the code is not known to the byte: the job imports a package that is neither
-    installed nor among its files. ``job``: the job of that name, just loaded, before any of its code runs.
+    None if the code is not known to the byte. ``job``: just loaded, before any of its code runs.
     """
     if not _imports_known_code(files):
         return None
@@ -204,12 +195,9 @@ def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
 
 
 def loaded(files: JobFiles) -> set[str]:
-    """Return the modules of a job that this process has imported, by their path below the job's folder.
-
-    A folder without ``__init__.py`` is not a module, because it has no code.
-    """
-    found = (files.inside(file) for module in list(sys.modules.values()) if (file := file_of(module)) is not None)
-    return {inside for inside in found if inside is not None}
+    """Return the modules of a job that this process has imported, by their path below the job's folder."""
+    places = (files.inside(file) for module in list(sys.modules.values()) if (file := file_of(module)) is not None)
+    return {inside for inside in places if inside is not None}
 
 
 def _imports_known_code(files: JobFiles) -> bool:
@@ -241,8 +229,8 @@ def _place(name: str) -> str | None:
 def _installed() -> list[str]:
     """Return the names and versions of installed packages, as the names of their metadata folders."""
     folders = {Path(entry) for entry in sys.path if Path(entry).name in {"site-packages", "dist-packages"}}
-    found = (entry for folder in folders if folder.is_dir() for entry in folder.iterdir())
-    return sorted(entry.name for entry in found if entry.suffix in {".dist-info", ".egg-info"})
+    entries = (entry for folder in folders if folder.is_dir() for entry in folder.iterdir())
+    return sorted(entry.name for entry in entries if entry.suffix in {".dist-info", ".egg-info"})
 
 
 @cache

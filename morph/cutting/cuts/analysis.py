@@ -33,9 +33,7 @@ _NO_GRADIENT = {torch.ops.aten.detach.default, torch.ops.higher_order.wrap_with_
 
 
 def concrete(exported: GraphJob, value: Any, num_samples: int) -> Any:
-    """Evaluate a symbolic number for ``num_samples`` samples, or raise ExportError if it depends on data; return
-    others.
-    """
+    """Return a number, evaluated for ``num_samples`` samples if symbolic. Raises ExportError if it depends on data."""
     if not isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
         return value
     known: dict[Any, int | None] = {exported.batch_symbol: num_samples}
@@ -200,16 +198,16 @@ def _cheap(exported: GraphJob, calls: list[Node], free: set[Node]) -> set[Node]:
 def _differentiable(analysis: Analysis) -> set[Node]:
     """Return the sequence nodes whose values autograd follows back to a parameter."""
     sources = analysis.exported.sources
-    found: set[Node] = set()
+    reached: set[Node] = set()
     for node in analysis.sequence:
         inputs = _gradient_inputs(node)
         follows = any(
-            argument in found or (argument.op == "placeholder" and sources[argument.name].kind == "parameter")
+            argument in reached or (argument.op == "placeholder" and sources[argument.name].kind == "parameter")
             for argument in inputs
         )
         if follows and any(tensor.dtype.is_floating_point or tensor.dtype.is_complex for tensor in tensors_of(node)):
-            found.add(node)
-    return found
+            reached.add(node)
+    return reached
 
 
 def _gradient_inputs(node: Node) -> Iterator[Node]:

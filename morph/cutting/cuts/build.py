@@ -17,10 +17,7 @@ from morph.cutting.exporting.functional import WRITTEN
 
 @dataclass(frozen=True)
 class BuiltSection:
-    """A section's module, called with ``*inputs, *batch entries, *parameters, *buffers, *constants``.
-
-    Its results are the outputs, then the new values of ``writes``.
-    """
+    """A section's module, called with ``*inputs, *batch entries, *parameters, *buffers, *constants``."""
 
     module: GraphModule
     batch_keys: tuple[str, ...]
@@ -67,8 +64,7 @@ def build_section(
 ) -> BuiltSection:
     """Build the module that runs ``nodes``, from border tensors ``inputs`` to border tensors ``outputs``.
 
-    Outputs are contiguous, so that the next section cannot distinguish sent tensors from local ones; outputs without a
-    gradient are detached. The scalar loss is not changed.
+    Outputs are contiguous, so that the next section cannot distinguish sent tensors from local ones.
     """
     builder = _Builder(analysis, num_samples)
     for node in inputs:

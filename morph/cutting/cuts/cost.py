@@ -1,8 +1,7 @@
 """Estimates the cost of one graph node, in floating-point operations for a given number of samples.
 
-Matrix products, attention and convolutions count their multiplications and additions (the formulas of
-``torch.utils.flop_counter``, for the composite operations that a training graph has); every other operation counts
-its output elements, weighted for the memory traffic that bounds it; views cost nothing.
+Products, attention and convolutions count as in ``torch.utils.flop_counter``, views nothing, other operations their
+output elements, weighted for memory traffic.
 """
 
 from __future__ import annotations

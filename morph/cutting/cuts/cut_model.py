@@ -1,7 +1,6 @@
 """The cut model: K sections with their borders, and the parameter units that the sections share or own.
 
-Cuts between blocks that a model repeats (members of a ``ModuleList`` or ``Sequential`` of one class, run in turn) make
-equal sections, of which only one of each kind is measured, and let the fewest bytes cross.
+Cuts between blocks that a model repeats make equal sections, of which only one is measured.
 """
 
 from __future__ import annotations
@@ -89,12 +88,10 @@ __all__ = ["BoundaryTensor", "CutModel", "ParameterUnit", "Section", "cut"]
 def cut(
     exported: ExportedJob, *, num_sections: int | None, micro_batch_size: int, fewer: Sequence[int] = ()
 ) -> CutModel:
-    """Cut an exported job into sections, fixed to micro-batches of m = ``micro_batch_size`` samples.
+    """Cut an exported job into sections, fixed to micro-batches of ``micro_batch_size`` samples.
 
-    Cut positions and fingerprint do not depend on m. ``num_sections``: K; None chooses it from the graph's narrow
-    places. ``fewer``: the numbers of samples of micro-batches that m does not fill: ``CutModel.by_samples``.
-
-    Raises ExportError if a size in the graph depends on data, or a value crosses a mark unnoticed.
+    ``num_sections``: None chooses it from the graph's narrow places. ``fewer``: ``CutModel.by_samples``. Raises
+    ExportError if a size in the graph depends on data, or a value crosses a mark unnoticed.
     """
     if isinstance(exported, MarkedJob):
         model = _cut_marked(exported, num_sections, micro_batch_size)
@@ -111,8 +108,8 @@ def cut(
     return model if exported.boundary == "same" else narrowed(model, torch.bfloat16)
 
 
-def _are_alike(one: CutModel, other: CutModel) -> bool:
-    return one.fingerprint == other.fingerprint and one.units == other.units
+def _are_alike(model: CutModel, other: CutModel) -> bool:
+    return model.fingerprint == other.fingerprint and model.units == other.units
 
 
 def _cut_elsewhere(exported: MarkedJob, what: str, field: str, value: Sequence[int]) -> JobError:
@@ -132,9 +129,9 @@ def _cut_marked(exported: MarkedJob, num_sections: int | None, micro_batch_size:
         bucket: cut_marked(replace(exported, batch=batch), num_sections=num_sections, micro_batch_size=micro_batch_size)
         for bucket, batch in exported.batches.items()
     }
-    by_length = {bucket: replace(one, length=bucket) for bucket, one in by_length.items()}
+    by_length = {bucket: replace(bucketed, length=bucket) for bucket, bucketed in by_length.items()}
     model = by_length[exported.buckets[-1]]
-    if any(not _are_alike(model, one) for one in by_length.values()):
+    if any(not _are_alike(model, bucketed) for bucketed in by_length.values()):
         raise _cut_elsewhere(exported, "lengths", "buckets", exported.buckets)
     return replace(model, by_length=by_length)
 
@@ -258,10 +255,9 @@ class Block:
 
 @dataclass(frozen=True)
 class Blocks:
-    """The blocks of a model; it may be cut between them.
+    """The places where a model's blocks, and code after them, begin, in order.
 
-    ``positions``: beginnings of blocks, and of other code after a block; ascending. ``num_sections``: one for each
-    block, and one for each stretch outside blocks that has at least half a block's compute.
+    ``num_sections``: one for each block, and for each stretch outside with at least half a block's compute.
     """
 
     positions: list[Position]
@@ -271,8 +267,7 @@ class Blocks:
 def find_blocks(analysis: Analysis, positions: Sequence[Position]) -> Blocks | None:
     """Return the model's repeated blocks; None if they are less than 30 % of its compute.
 
-    If blocks contain blocks (layers of a stage of a ConvNet), the smaller ones are used, unless crossing them costs
-    over 50 % more: inside a transformer's block, a residual crosses as well.
+    Of blocks within blocks, the smaller ones are used, unless crossing them costs over 50 % more.
     """
     by_index = {place.index: place for place in positions}
     before = [0.0, *accumulate(analysis.costs)]
@@ -334,4 +329,4 @@ def _numbered_modules(node: Node) -> Iterator[tuple[str, str, str]]:
 
 
 def _overlap(some: Sequence[Block], others: Sequence[Block]) -> bool:
-    return any(one.start < other.end and other.start < one.end for one in some for other in others)
+    return any(stretch.start < other.end and other.start < stretch.end for stretch in some for other in others)

@@ -21,8 +21,7 @@ _MOST = 0.6
 class SectionFacts:
     """The facts about one section; sections of one ``kind``, numbered by first appearance, do the same work.
 
-    ``source``: ``file:line`` of its first operation. Tied weights count as its parameters, frozen ones as constants,
-    like buffers. ``num_replicated``: cheap operations that it computes for itself.
+    Tied weights count as its parameters, frozen ones as constants. ``num_replicated``: operations that it repeats.
     """
 
     index: int
@@ -38,11 +37,7 @@ class SectionFacts:
 
 @dataclass(frozen=True)
 class CutFacts:
-    """One cut, in front of section ``before_section``.
-
-    ``source``: ``file:line`` of the first operation after it. ``tensors`` cross it: name, shape for m samples and
-    dtype.
-    """
+    """One cut, in front of section ``before_section``; ``tensors``: name, shape for m samples, and dtype."""
 
     before_section: int
     module: str

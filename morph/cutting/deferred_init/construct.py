@@ -25,11 +25,9 @@ log = logging.getLogger(__name__)
 
 
 class LazyTensors(Mapping[str, Tensor]):
-    """Named tensors on the CPU, with their present values; tensors of a recorded constructor are made anew on each
-    request.
+    """Named tensors on the CPU, with their present values; those of a recorded constructor are made on each request.
 
-    ``tape``: the record of the constructor; None if it was really run. ``entries``: each tensor, or its reference on
-    the tape.
+    ``entries``: each tensor, or its reference on the ``tape``; None: the constructor was really run.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor], tape: Tape | None) -> None:
@@ -47,9 +45,9 @@ class LazyTensors(Mapping[str, Tensor]):
         num_operations: int,
     ) -> LazyTensors:
         """Rebuild the values from their attributes."""
-        found = cls({}, tape)
-        found.entries, found.specs, found.num_operations = dict(entries), dict(specs), num_operations
-        return found
+        tensors = cls({}, tape)
+        tensors.entries, tensors.specs, tensors.num_operations = dict(entries), dict(specs), num_operations
+        return tensors
 
     def __getitem__(self, name: str) -> Tensor:
         entry = self.entries[name]
@@ -82,16 +80,15 @@ class LazyTensors(Mapping[str, Tensor]):
         """Make every tensor in one replay."""
         references = {name: entry for name, entry in self.entries.items() if isinstance(entry, TensorRef)}
         made = self.tape.materialise(list(references.values()), self.num_operations) if self.tape is not None else []
-        found = dict(zip(references, made, strict=True))
-        return {name: entry if isinstance(entry, Tensor) else found[name] for name, entry in self.entries.items()}
+        real = dict(zip(references, made, strict=True))
+        return {name: entry if isinstance(entry, Tensor) else real[name] for name, entry in self.entries.items()}
 
 
 @dataclass(frozen=True, eq=False)
 class BuiltModel:
-    """The user's model, with fake tensors if its constructor could be recorded.
+    """The user's model, with fake tensors if its constructor could be recorded, or why ``not_recorded``.
 
-    ``tape``: the record; None if it was really built, for the reason ``not_recorded``, in one line. ``buffers``: those
-    after the constructor, by their first names.
+    ``buffers``: those after the constructor, by their first names.
     """
 
     model: nn.Module
@@ -117,8 +114,8 @@ class BuiltModel:
         """Restore the buffers that a run has replaced by tensors made from its batch."""
         for name, buffer in self.buffers.items():
             owner, _, last = name.rpartition(".")
-            found = self.model.get_buffer(name)
-            if self.tape is not None and isinstance(found, FakeTensor) and not self.tape.knows(found):
+            assigned = self.model.get_buffer(name)
+            if self.tape is not None and isinstance(assigned, FakeTensor) and not self.tape.knows(assigned):
                 self.model.get_submodule(owner)._buffers[last] = buffer
 
     def running(self) -> AbstractContextManager[object]:
@@ -137,29 +134,23 @@ class BuiltModel:
         return nullcontext() if self.fake_mode is None else tracing(TracingContext(self.fake_mode))
 
     def like(self, tensor: Tensor) -> Tensor:
-        """Return a new tensor with which the model can be called: a fake tensor for a fake model.
-
-        It is made of a copy: the mode returns the same fake tensor, with its fixed number of samples, for the same
-        tensor as long as anything refers to it, such as a result that the model or a hook has kept.
-        """
+        """Return a new tensor, fake for a fake model; a copy, since the mode keeps one fake tensor for each tensor."""
         return tensor if self.fake_mode is None else self.fake_mode.from_tensor(tensor.clone(), static_shapes=True)
 
 
 def write_assigned_buffers(model: nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Write tensors that the forward has assigned in place of buffers into these: torch.export does not see
-    assignments.
-    """
+    """Write tensors that the forward has assigned in place of buffers into these, for torch.export."""
     for name, buffer in before.items():
         owner, _, last = name.rpartition(".")
         buffers = model.get_submodule(owner)._buffers
-        found = buffers.get(last)
-        if found is buffer:
+        assigned = buffers.get(last)
+        if assigned is buffer:
             continue
-        if found is None or found.shape != buffer.shape or found.dtype != buffer.dtype:
-            shown = None if found is None else f"{list(found.shape)} {found.dtype}"
+        if assigned is None or assigned.shape != buffer.shape or assigned.dtype != buffer.dtype:
+            shown = None if assigned is None else f"{list(assigned.shape)} {assigned.dtype}"
             allowed = f"{list(buffer.shape)} {buffer.dtype}, as it was registered"
             raise JobError(f"the forward replaces buffer {name}", field="model", value=shown, allowed=allowed)
-        buffer.copy_(ASSIGNED(found))
+        buffer.copy_(ASSIGNED(assigned))
         buffers[last] = buffer
 
 
@@ -174,9 +165,7 @@ def training_mode(model: nn.Module) -> nn.Module:
 
 
 def build_model(make: Callable[[], nn.Module], seed: int) -> BuiltModel:
-    """Record the constructor; if that is not possible, really run it, with a warning. Then any error of ``make`` is
-    raised.
-    """
+    """Record the constructor or, with a warning, really run it; then any error of ``make`` is raised."""
     reason = "the function returns no module"
     try:
         built = _record(make, seed)

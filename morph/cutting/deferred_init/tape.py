@@ -1,14 +1,9 @@
 """Records a model's constructor, and later carries out only the operations on which a requested tensor depends.
 
 The constructor runs under a ``FakeTensorMode``, so that no weight takes memory. Below Python every operation that makes
-or changes a storage is written on a tape; views are not written, because a tensor is its storage with a shape. A tensor
-is materialised by replaying, in order, the operations on which its storage depends. Each random operation is seeded by
-the job's seed and its number on the tape, so that a weight does not depend on which other tensors are materialised, or
-where. Where the constructor has seeded a generator itself, the operation is carried out once while it is recorded, to
-move that generator on, and the tape keeps the generator's state before it.
-
-Tensors that hold data from elsewhere (``torch.tensor([...])``, ``torch.from_numpy``) are real, and so are operations
-among them: they are data on the tape.
+or changes a storage is written on a tape. Each random operation is seeded by the job's seed and its number on the tape,
+so that a weight does not depend on which others are materialised; or the tape keeps the state of a generator that the
+constructor has seeded. Tensors that hold data from elsewhere (``torch.tensor([...])``) are real.
 """
 
 from __future__ import annotations
@@ -66,9 +61,8 @@ class TensorRef:
 class Operation:
     """One operation on the tape; tensors in ``args`` and ``kwargs`` are references, or data.
 
-    ``writes``: the storages among ``reads`` that it changes. ``overwrites``: one whose every element it replaces.
-    ``results``: in flat order; None for values that are not tensors. ``draw``: its number among the random operations,
-    or the state of a generator that the constructor has seeded; None if it draws nothing.
+    ``writes``: the storages among ``reads`` that it changes, ``overwrites`` in whole. ``results``: in flat order.
+    ``draw``: its number among the random operations, or the state of a generator that was seeded.
     """
 
     function: Callable[..., Any]
@@ -131,9 +125,7 @@ class Tape:
             self.untouched = None
 
     def seeded_generator(self, given: torch.Generator | None) -> torch.Generator | None:
-        """Return the generator from which an operation draws, if the constructor has seeded it; CannotRecord: not of
-        the CPU.
-        """
+        """Return the generator, if the constructor has seeded it. Raises CannotRecord for one not of the CPU."""
         if self.untouched is None:
             return None
         if given is not None and given.device.type != "cpu":
@@ -152,10 +144,7 @@ class Tape:
         into: Sequence[Tensor],
         given: torch.Generator | None,
     ) -> Any:
-        """Return ``Operation.draw`` for an operation that is about to be recorded, and move its generator on.
-
-        Without memory (device ``meta``, on which ``from_pretrained`` makes a model) torch draws nothing.
-        """
+        """Return ``Operation.draw`` for an operation about to be recorded, and move its generator on."""
         generator = None if any(tensor.is_meta for tensor in into) else self.seeded_generator(given)
         if generator is None:
             return self.next_draw()
@@ -166,9 +155,9 @@ class Tape:
                 made = [_laid_out_as(reference) for reference in references]
             else:
                 made = self.materialise(references)
-            found = dict(zip(references, made, strict=True))
+            real = dict(zip(references, made, strict=True))
             real_args, real_kwargs = tree_map(
-                lambda value: found[value] if isinstance(value, TensorRef) else value, (args, kwargs)
+                lambda value: real[value] if isinstance(value, TensorRef) else value, (args, kwargs)
             )
             _draw(function, real_args, real_kwargs, generator)
         return state
@@ -200,10 +189,7 @@ class Tape:
         return made
 
     def needed_for(self, wanted: Iterable[int], num_operations: int | None = None) -> list[Operation]:
-        """Return, in order, the operations on which the contents of the requested storages depend.
-
-        Contents are those after the first ``num_operations``; None for all.
-        """
+        """Return, in order, the operations on which these storages' contents after ``num_operations`` depend."""
         needed, settled = set(wanted), set[int]()
         chosen: list[Operation] = []
         for operation in reversed(self.operations[:num_operations]):
@@ -221,10 +207,7 @@ class Tape:
         return chosen[::-1]
 
     def materialise(self, references: Sequence[TensorRef], num_operations: int | None = None) -> list[Tensor]:
-        """Return real tensors on the CPU; memory is needed only for them and the temporaries of their operations.
-
-        Their values are those after the first ``num_operations``; None for all.
-        """
+        """Return real tensors on the CPU, with their values after the first ``num_operations``; None: after all."""
         wanted = {reference.storage for reference in references}
         operations = self.needed_for(wanted, num_operations)
         last_use: dict[int, int] = {}
@@ -251,10 +234,7 @@ class RecordTape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
         self._tape = tape
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Carry out ``func``, and record it if it makes or changes a storage.
-
-        Operations that read a tensor from elsewhere (a batch) are not recorded.
-        """
+        """Carry out ``func``, and record it if it makes or changes a storage and does not read a batch."""
         kwargs = kwargs or {}
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if tensors and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -322,12 +302,12 @@ class RecordTape(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch d
 
 def written_tensors(func: OpOverload, args: Any, kwargs: Any) -> list[Tensor]:
     """Return the tensors among the arguments that ``func`` changes."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            found += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-    return found
+            tensors += [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+    return tensors
 
 
 def _overwritten(func: OpOverload, args: Any, written: Sequence[Tensor]) -> int | None:
@@ -370,10 +350,9 @@ def _replay(operation: Operation, storages: dict[int, torch.UntypedStorage], see
 
 
 def _draw(function: Callable[..., Any], args: Any, kwargs: Any, generator: torch.Generator) -> Any:
-    """Carry out a random operation with a generator; the numbers equal those of the global one in the same state.
+    """Carry out a random operation with a generator, as with the global one in the same state.
 
-    Operations that take no generator (dropout, recurrent layers) draw from the global one, which is restored:
-    constructors with such operations run only in the training thread.
+    Those that take none (dropout, recurrent layers) draw from the global one, which is restored.
     """
     taker, place = (function, None) if not isinstance(function, OpOverload) else _taking_generator(function)
     if taker is None:
@@ -398,9 +377,9 @@ def _taking_generator(operation: OpOverload) -> tuple[OpOverload | None, int | N
     packet = operation.overloadpacket
     wanted = set(arguments(operation)) | {("generator", _GENERATOR)}
     for overload in (operation, *(getattr(packet, name) for name in packet.overloads())):
-        found = arguments(overload)
-        if set(found) == wanted:
-            return overload, found.index(("generator", _GENERATOR))
+        parameters = arguments(overload)
+        if set(parameters) == wanted:
+            return overload, parameters.index(("generator", _GENERATOR))
     return None, None
 
 

@@ -1,9 +1,7 @@
 """Records weights that a constructor loads from safetensors files as places in files, to be read on demand.
 
-safetensors maps a file into memory and makes each tensor from a storage in the mapping. During recording, such a
-storage is looked up among the process's mappings, which give its file and place; the constructor gets a fake tensor
-instead. So ``load_file``, ``safe_open`` and ``from_pretrained`` cost no memory, and a worker reads only the bytes of
-its own sections' weights.
+Their storages are in a mapping of the process, which gives file and place; the constructor gets a fake tensor instead.
+So a worker reads only the bytes of its own sections' weights.
 """
 
 from __future__ import annotations
@@ -99,15 +97,15 @@ class _LeavesInFiles(TorchFunctionMode):
         if func is not torch.asarray or not args or not isinstance(args[0], torch.UntypedStorage):
             return func(*args, **kwargs)
         with unset_fake_temporarily():  # on the CPU, whatever the requested device: each worker moves its own tensors
-            found: Tensor = func(*args, **{key: value for key, value in kwargs.items() if key != "device"})
-        place = self._mappings.place_of(found.untyped_storage())
-        if place is None or found.dtype is not torch.uint8 or not found.is_contiguous():
-            return found
+            tensor: Tensor = func(*args, **{key: value for key, value in kwargs.items() if key != "device"})
+        place = self._mappings.place_of(tensor.untyped_storage())
+        if place is None or tensor.dtype is not torch.uint8 or not tensor.is_contiguous():
+            return tensor
         path, offset = place
         sys.audit("open", path, "rb", os.O_RDONLY)  # Python does not see safetensors open it
-        first = offset + found.storage_offset()
-        content = memoryview(found.numpy())  # type: ignore[arg-type]
-        return self._tape.made_by(read_slice, (path, first, found.numel(), _proof(content)), found)
+        first = offset + tensor.storage_offset()
+        content = memoryview(tensor.numpy())  # type: ignore[arg-type]
+        return self._tape.made_by(read_slice, (path, first, tensor.numel(), _proof(content)), tensor)
 
 
 @dataclass

@@ -1,15 +1,9 @@
 """Lets a traced model of transformers choose its attention masks as the plain model does.
 
 Untraced, transformers omits a mask that is plainly causal or masks nothing, and calls attention with ``is_causal`` and
-grouped keys, as flash kernels require. Under torch.export it always makes the mask and repeats the keys, because a
-program may be run with lengths other than its example's. In Morph's programs only the number of samples varies.
-
-The function that makes masks for ``sdpa`` is set in transformers' registry (``AttentionMaskInterface``, from 4.53), and
-may omit them. A mask that depends on an entry of the batch (``attention_mask``, ``position_ids``) is always made,
-because its content is unknown before the batch.
-
-For every library and version, ``needless_masks`` finds masks in the graph that could be replaced by ``is_causal`` or
-omitted.
+grouped keys, as flash kernels require; under torch.export it always makes the mask. Therefore the function that makes
+masks for ``sdpa`` is set in transformers' registry (``AttentionMaskInterface``, from 4.53), and may omit those that
+depend on no entry of the batch. For every library, ``needless_masks`` finds masks in the graph.
 """
 
 from __future__ import annotations
@@ -77,8 +71,8 @@ def _none_for_one_sequence(indices_of: Indices) -> Indices:
         known = known_numbers(position_ids)
         if known is not None:
             with unset_fake_temporarily(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction():
-                found = indices_of(known)
-                one_sequence = found is None or not bool(found.any())
+                indices = indices_of(known)
+                one_sequence = indices is None or not bool(indices.any())
             if one_sequence:
                 return None
         return indices_of(position_ids)
@@ -103,11 +97,11 @@ def _hides_nothing_else(mask: Node) -> bool:
     if not all(isinstance(size, int) for size in shape) or shape.numel() > _MOST_ENTRIES:
         return False
     try:
-        found: Tensor = _computed(mask, {})
+        values: Tensor = _computed(mask, {})
     except _UnknownError:
         return False
-    shown = found if found.dtype == torch.bool else found == 0
-    if not bool((shown | _is_hidden(found)).all()):
+    shown = values if values.dtype == torch.bool else values == 0
+    if not bool((shown | _is_hidden(values)).all()):
         return False  # its other entries are not zero
     return bool(shown.all()) or bool((shown == torch.ones(shape, dtype=torch.bool).tril()).all())
 
@@ -118,10 +112,9 @@ def _is_hidden(mask: Tensor) -> Tensor:
 
 
 def known_numbers(tensor: Tensor) -> Tensor | None:
-    """Return the values (on CPU) that a tensor has in every run of the program under export.
+    """Return the values (on CPU) that a tensor has in every run of the program under export, if there are any.
 
-    A dimension of size m (samples) along which the values are equal has size 1 in the result. None if the tensor
-    depends on the batch, weights or random numbers, or if no export is under way.
+    A dimension of size m (samples) along which the values are equal has size 1 in the result.
     """
     mode = get_proxy_mode()
     slot: Any = None if mode is None else get_proxy_slot(tensor, mode.tracer, None)
@@ -129,10 +122,10 @@ def known_numbers(tensor: Tensor) -> Tensor | None:
         return None
     with unset_fake_temporarily(), disable_proxy_modes_tracing(), torch._C.DisableTorchFunction(), torch.no_grad():
         try:
-            found: Tensor = _computed(slot.proxy.node, {})
+            values: Tensor = _computed(slot.proxy.node, {})
         except _UnknownError:
             return None
-    return found
+    return values
 
 
 class _UnknownError(Exception):

@@ -72,8 +72,7 @@ _MAX_SAMPLES = 1 << 20
 def export_job(job: Job) -> ExportedJob:
     """Build the model without memory for its weights and export it with its loss, in training mode.
 
-    The result is a :class:`MarkedJob` if torch.export refuses the model and the model has marks where to cut it, or
-    need not be cut. Raises ExportError, with the line and what to do, if it should be cut and has no marks.
+    If torch.export refuses it, the result is a :class:`MarkedJob`; ExportError if it must be cut and has no marks.
     """
     built = built_model(job)
     batch = example_batch(job)

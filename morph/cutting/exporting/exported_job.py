@@ -68,11 +68,7 @@ class ExportedJob:
 
 @dataclass(frozen=True)
 class GraphInput:
-    """The content of a graph input.
-
-    ``kind`` is ``parameter`` (a trainable one), ``buffer`` (one that the forward writes), ``constant`` (another buffer,
-    a frozen parameter) or ``batch``.
-    """
+    """A ``parameter`` (trainable), ``buffer`` (written by the forward), other ``constant``, or ``batch`` entry."""
 
     kind: str
     name: str
@@ -102,10 +98,9 @@ class GraphJob(ExportedJob):
 
 @dataclass(frozen=True, kw_only=True)
 class MarkedJob(ExportedJob):
-    """A job that torch.export refuses, with marks where to cut.
+    """A job that torch.export refuses, with marks where to cut; ``batches``: samples by bucket, if lengths vary.
 
-    ``whole``: model and loss as one module, its trainable parameters without memory; buffers and frozen parameters are
-    real. ``batches``: some samples by bucket, if lengths vary.
+    ``whole``: model and loss as one module, its trainable parameters without memory.
     """
 
     job: Job

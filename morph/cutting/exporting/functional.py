@@ -1,9 +1,7 @@
-"""Frees an exported graph of assertions, dead code and in-place operations.
+"""Frees an exported graph of assertions, dead code, no-grad regions and in-place operations.
 
-torch.export in training form keeps in-place operations. If no other node can see the changed tensor, they are replaced
-by their functional overload; otherwise torch functionalises the whole graph. Values that the forward writes into
-buffers become further results of the graph. Regions under ``torch.no_grad()``, which torch.export keeps as submodules,
-are inlined.
+These are replaced by their functional overload or, if another node can see the changed tensor, functionalised by torch.
+Values that the forward writes into buffers become further results.
 """
 
 from __future__ import annotations
@@ -42,11 +40,7 @@ _ALLOWED = "operations that return a new tensor, outside torch.no_grad()"
 
 @dataclass(frozen=True)
 class Functional:
-    """A graph without in-place operations.
-
-    ``graph_module``: the graph; its results are the loss and metrics, then the new values of ``written``. ``written``:
-    placeholders of the buffers that the forward changes, in the order of their new values.
-    """
+    """A graph without in-place operations; its results are loss and metrics, then new values of ``written``."""
 
     graph_module: GraphModule
     written: tuple[str, ...]
@@ -55,8 +49,7 @@ class Functional:
 def make_functional(program: ExportedProgram) -> Functional:
     """Return the program's graph without assertions, dead code and in-place operations.
 
-    Raises JobError if the forward changes a persistent tensor that is not a buffer. Raises ExportError if an operation
-    that changes its argument cannot be replaced.
+    Raises JobError for a changed tensor that is no buffer, ExportError for an operation without replacement.
     """
     graph_module: GraphModule = program.graph_module
     _write_out_regions(graph_module, only_of_buffers=True)
@@ -75,22 +68,22 @@ def make_functional(program: ExportedProgram) -> Functional:
     if not all(_replace_in_place(node, of_buffer) for node in list(_in_place_nodes(graph_module))):
         return _functionalised(program, buffers, len(results))
     _make_copies_differentiable(graph_module)
-    found = results_of(graph_module)
-    return _finished(graph_module, found[: len(results)], dict(zip(buffers, found[len(results) :], strict=True)))
+    outputs = results_of(graph_module)
+    return _finished(graph_module, outputs[: len(results)], dict(zip(buffers, outputs[len(results) :], strict=True)))
 
 
 def _functionalised(program: ExportedProgram, buffers: Sequence[Node], num_results: int) -> Functional:
     """Let torch functionalise the rest; buffers' new values found so far are written back at the end of the graph."""
     graph_module: GraphModule = program.graph_module
     _write_out_regions(graph_module, only_of_buffers=False)  # torch would drop them
-    found = results_of(graph_module)
+    outputs = results_of(graph_module)
     output = graph_module.graph.output_node()
-    for buffer, value in zip(buffers, found[num_results:], strict=True):
+    for buffer, value in zip(buffers, outputs[num_results:], strict=True):
         if value is not buffer:
             with graph_module.graph.inserting_before(output):
                 copy = graph_module.graph.call_function(torch.ops.aten.copy_.default, (buffer, value))
             copy.meta = dict(value.meta)
-    _set_results(graph_module, found[:num_results])
+    _set_results(graph_module, outputs[:num_results])
     graph_module.recompile()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -103,11 +96,11 @@ def _functionalised(program: ExportedProgram, buffers: Sequence[Node], num_resul
             source=node_line(node),
             allowed="operations that return a new tensor",
         )
-    signature, found = program.graph_signature, results_of(graph_module)
+    signature, outputs = program.graph_signature, results_of(graph_module)
     names = {target: name for name, target in signature.inputs_to_buffers.items()}
     placeholders = {node.name: node for node in graph_module.graph.find_nodes(op="placeholder")}
     results, values = [], {}
-    for spec, node in zip(signature.output_specs, found, strict=True):
+    for spec, node in zip(signature.output_specs, outputs, strict=True):
         if spec.kind == OutputKind.USER_OUTPUT:
             results.append(node)
         elif spec.kind == OutputKind.BUFFER_MUTATION and str(spec.target) in names:
@@ -145,9 +138,9 @@ def _assigned(value: Node) -> Iterator[Node]:
     source = value.args[0]
     if isinstance(source, Node) and source.target is ASSIGNED:
         source.target = torch.ops.aten.detach.default
-        (found,) = source.all_input_nodes
-        if found.op == "call_function":
-            yield found
+        (operation,) = source.all_input_nodes
+        if operation.op == "call_function":
+            yield operation
 
 
 def results_of(graph_module: GraphModule) -> list[Node]:
@@ -161,10 +154,7 @@ def _set_results(graph_module: GraphModule, results: Sequence[Node]) -> None:
 
 
 def _write_out_regions(graph_module: GraphModule, *, only_of_buffers: bool) -> None:
-    """Inline no-grad regions: all of them, or those that change a tensor from outside or compute a buffer's change.
-
-    Later analyses must see how a buffer changes, and a region is a single operation to them.
-    """
+    """Inline no-grad regions: all, or those that change a tensor from outside or compute a buffer's change."""
     again = True
     while again:
         again = False
@@ -259,12 +249,12 @@ def _in_place_nodes(graph_module: GraphModule) -> Iterator[Node]:
 def _written_arguments(node: Node) -> list[Node]:
     if not isinstance(node.target, OpOverload):
         return []
-    found = updated_statistics(node)
+    statistics = updated_statistics(node)
     for position, argument in enumerate(node.target._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = node.args[position] if position < len(node.args) else node.kwargs.get(argument.name)
-            found += [entry for entry in tree_leaves(value) if isinstance(entry, Node)]
-    return found
+            statistics += [entry for entry in tree_leaves(value) if isinstance(entry, Node)]
+    return statistics
 
 
 def _base(node: Node) -> Node:
@@ -281,10 +271,7 @@ def _base(node: Node) -> Node:
 
 
 def _replace_in_place(node: Node, of_buffer: dict[Node, str]) -> bool:
-    """Replace one in-place node with its functional overload; return False if another node could see the difference.
-
-    ``of_buffer``: the placeholder's name for each node that stands for a buffer.
-    """
+    """Replace an in-place node with its functional overload; return False if another node could see that."""
     (changed, *more), functional = _written_arguments(node), _functional_overload(node)
     if more or functional is None or (changed.op == "placeholder" and changed not in of_buffer) or is_view(changed):
         return False
@@ -359,10 +346,9 @@ def regions(graph_module: GraphModule) -> Iterator[tuple[Node, GraphModule]]:
 
 
 def write_out(graph_module: GraphModule, region: Node, inner: GraphModule, changed: set[Node]) -> None:
-    """Put a region's operations into the surrounding graph; their inputs are detached, so that no gradient passes.
+    """Put a region's operations into the surrounding graph; inputs are detached, so that no gradient passes.
 
-    ``region``: the node that runs the graph ``inner``. ``changed``: placeholders of ``inner`` that it changes: buffers,
-    which carry no gradient. Raises ExportError if gradients are switched on again within the region.
+    ``changed``: buffers' placeholders. Raises ExportError if gradients are switched on again within the region.
     """
     graph = graph_module.graph
     arguments: tuple[Any, ...] = region.args

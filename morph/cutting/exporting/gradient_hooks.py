@@ -26,11 +26,7 @@ _REGISTER = (torch.Tensor.register_hook, torch.Tensor.register_post_accumulate_g
 
 @contextmanager
 def plain_checkpoints() -> Iterator[None]:
-    """Make ``torch.utils.checkpoint`` a plain call, because sections have their own recompute.
-
-    Gradients are those of a plain call. Because users import ``checkpoint`` by name, the functions that it calls are
-    replaced.
-    """
+    """Make ``torch.utils.checkpoint``, by any name, a plain call, because sections have their own recompute."""
     with (
         replaced(checkpoint.CheckpointFunction, "apply", _call),
         replaced(checkpoint, "_checkpoint_without_reentrant_generator", _nothing_around),
@@ -73,10 +69,7 @@ def refuse_module_hooks(model: nn.Module) -> None:
 
 
 class _Calls(TorchFunctionMode):
-    """Refuses hooks on tensors, and ``torch.autograd.grad``, even if it was imported by name or is called by torch.
-
-    ``numbers``: the lines at which numbers are read from tensors, by the symbols that stand for the numbers.
-    """
+    """Refuses hooks on tensors, and ``torch.autograd.grad``; ``numbers``: lines that read numbers, by symbol."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,10 +92,7 @@ class _Calls(TorchFunctionMode):
 
 @contextmanager
 def gradients_refused() -> Iterator[Mapping[str, str | None]]:
-    """While a model is traced, refuse hooks on tensors, and gradients that the model computes, naming the line.
-
-    Yields the lines at which numbers are read from tensors, by the symbols that stand for the numbers.
-    """
+    """While a model is traced, refuse hooks and gradients; yield the lines that read numbers, by symbol."""
     with _Calls() as calls:
         yield calls.numbers
 

@@ -1,8 +1,7 @@
 """Keeps each ``torch.autograd.Function`` of the user as one operation, so that its own backward is run.
 
-torch.export traces through ``Function.apply`` and keeps only its forward. Therefore, while a model is traced, ``apply``
-is redirected to one operation of torch's library that stands for any such call. Afterwards the nodes of this operation
-get the function itself as their target, and a section that runs such a node calls ``apply`` as the user's code does.
+While a model is traced, ``apply`` is redirected to one operation that stands for any such call; then its nodes get the
+function itself as their target.
 """
 
 from __future__ import annotations
@@ -46,11 +45,9 @@ class _Given:
 
 @dataclass(eq=False)
 class UserFunction:
-    """A call of a ``torch.autograd.Function``, as the target of a graph's node.
+    """A call of a ``torch.autograd.Function``, as the target of a graph's node; ``results`` are known once it ran.
 
-    ``leaves``: the arguments in flat order, without tensors and symbolic numbers. ``needs_input_grad``: of each
-    argument, when traced. ``results``: in flat order, None for a tensor; known once it ran. ``flops``: of its matrix
-    products and similar operations; symbolic.
+    ``leaves``: the arguments in flat order, without tensors and symbolic numbers. ``needs_input_grad``: of each.
     """
 
     function: type[Function]
@@ -91,15 +88,12 @@ class UserFunction:
     def put_together(self, tensors: Sequence[Tensor]) -> Any:
         """Return the function's result from the tensors in it."""
         assert self.results_spec is not None
-        found = iter(tensors)
-        leaves = [next(found) if isinstance(leaf, _Given) else leaf for leaf in self.results]
+        remaining = iter(tensors)
+        leaves = [next(remaining) if isinstance(leaf, _Given) else leaf for leaf in self.results]
         return tree_unflatten(leaves, self.results_spec)
 
     def dry_run(self, tensors: Sequence[Tensor], numbers: Sequence[Any]) -> list[Tensor]:
-        """Run the forward on fake tensors to learn what it returns; the results share no memory with the arguments.
-
-        Raises ExportError if the forward changes an argument, or reads tensors that are not arguments.
-        """
+        """Run the forward on fake tensors to learn what it returns, in memory of its own. Raises ExportError."""
         args, kwargs = self.arguments(tensors, numbers)
         context = _Context(self.needs_input_grad)
         versions = [tensor._version for tensor in tensors]
@@ -112,23 +106,19 @@ class UserFunction:
         if context.dirty_tensors or versions != [tensor._version for tensor in tensors]:
             raise _refused(self.function, "changes a tensor that it is given")
         leaves, self.results_spec = tree_flatten(results)
-        found = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
+        made = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         excluded = {id(tensor) for tensor in context.non_differentiable}
         self.results = tuple(_Given(True, 0) if isinstance(leaf, Tensor) else leaf for leaf in leaves)
         self.differentiable = tuple(
-            (tensor.is_floating_point() or tensor.is_complex()) and id(tensor) not in excluded for tensor in found
+            (tensor.is_floating_point() or tensor.is_complex()) and id(tensor) not in excluded for tensor in made
         )
         self.flops = watch.flops
-        return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in found]
+        return [tensor.new_empty_strided(tensor.shape, tensor.stride()) for tensor in made]
 
 
 @contextmanager
 def kept_whole() -> Iterator[None]:
-    """While a model is traced and its graph is processed, keep each ``apply`` of the user as one node of the graph.
-
-    Users bind ``Function.apply`` to names of their own (``reverse = Reverse.apply``), so the function that it calls is
-    replaced, not ``apply`` itself.
-    """
+    """While a model is traced and its graph is processed, keep each ``apply`` of the user as one node."""
     _calls.clear()
     try:
         with replaced(_SingleLevelFunction, "apply", classmethod(_apply)):

@@ -1,7 +1,6 @@
 """Decides which changes of buffers by the forward are equal in every shape, and where they belong in the graph.
 
-Every micro-batch reads a buffer as it was at the beginning of the step. Changes are treated like gradients: their mean
-over all micro-batches is applied with the step (docs/decisions/0013).
+Their mean over all micro-batches is applied with the step, as of gradients (docs/decisions/0013).
 """
 
 from __future__ import annotations
@@ -77,10 +76,9 @@ def _varying(functional: Functional, sources: Mapping[str, GraphInput]) -> set[N
 
 
 def _not_averaged(graph: Graph, end: Node, starts: Iterable[Node], varying: set[Node]) -> Node | None:
-    """Return the node that makes the mean of a buffer's changes differ from the user's intention; None: there is none.
+    """Return the node for which the mean of a buffer's changes is not the change intended; None: there is none.
 
-    On the way from a buffer to its new value, values that differ between micro-batches may only be added, with fixed
-    factors.
+    On the way to the new value, what differs by micro-batch may only be added, with fixed factors.
     """
     value: torch.Tensor = end.meta["val"]
     if not (value.is_floating_point() or value.is_complex()):
@@ -124,14 +122,14 @@ def _keeps_means(node: Node, varying: set[Node], follows: set[Node]) -> bool:
 
 def _cone(ends: Iterable[Node]) -> set[Node]:
     """Return these nodes and all nodes on which these depend."""
-    found: set[Node] = set()
+    nodes: set[Node] = set()
     waiting = list(ends)
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in nodes:
+            nodes.add(node)
             waiting += node.all_input_nodes
-    return found
+    return nodes
 
 
 def _move_to_its_value(end: Node) -> None:
@@ -148,10 +146,7 @@ def _move_to_its_value(end: Node) -> None:
 
 
 def _move_to_their_use(graph: Graph, fixed: Sequence[Node], ends: set[Node]) -> None:
-    """Move changes that do not depend on samples to the first reader of the new value, or else of a parameter.
-
-    A moving average of all weights, written in one place, would otherwise need all weights in one section.
-    """
+    """Move changes that depend on no samples to the first reader of the new value, or of a parameter."""
     cone = _cone(fixed)
     movable = [node for node in graph.nodes if node in cone and node.op == "call_function" and node not in ends]
     for node in reversed(movable):

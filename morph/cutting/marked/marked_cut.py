@@ -36,10 +36,9 @@ class _Reference:
 
 
 def cut_marked(exported: MarkedJob, *, num_sections: int | None, micro_batch_size: int) -> CutModel:
-    """Cut at all marks, or at marks that give ``num_sections`` even sections.
+    """Cut at all marks, or at marks that give ``num_sections`` even sections, by two runs on real numbers.
 
-    The model runs twice on real numbers, in one piece and in sections, so this process holds all weights. Raises
-    ExportError if the sections fail, or do not give the loss and the gradients of the whole model.
+    Raises ExportError if the sections fail, or do not give the loss and gradients of the whole model.
     """
     batch = {key: entry[torch.arange(micro_batch_size) % len(entry)] for key, entry in exported.batch.items()}
     parameters = {
@@ -89,17 +88,13 @@ def _run_in_one_piece(exported: MarkedJob, parameters: Mapping[str, Tensor], bat
         )
     _check_marks(exported, trial, names)
     _check_repeatable(exported, parameters, batch)
-    found = _gradients(results[0], list(parameters.values()))
-    return _Reference(results, dict(zip(parameters, found, strict=True)), trial, flops.total)
+    gradients = _gradients(results[0], list(parameters.values()))
+    return _Reference(results, dict(zip(parameters, gradients, strict=True)), trial, flops.total)
 
 
 @contextmanager
 def _users_errors(exported: MarkedJob, entry: Mark | None = None) -> Iterator[None]:
-    """Report errors of the user's code with their line.
-
-    Raises JobError if the code failed in one piece. Raises ExportError if the code failed from ``entry`` on, with a
-    received tensor in place of the earlier computation.
-    """
+    """Report errors of the user's code with their line: a JobError if it failed in one piece, else an ExportError."""
     try:
         yield
     except MorphError:
@@ -127,8 +122,8 @@ def _check_repeatable(exported: MarkedJob, parameters: Mapping[str, Tensor], bat
 
 def _gradients(output: Tensor, wanted: Sequence[Tensor], given: Tensor | None = None) -> tuple[Tensor | None, ...]:
     """Return dense gradients; None where a tensor is not used."""
-    found = torch.autograd.grad(output, list(wanted), given, allow_unused=True)
-    return tuple(gradient.to_dense() if gradient is not None and gradient.is_sparse else gradient for gradient in found)
+    gradients = torch.autograd.grad(output, list(wanted), given, allow_unused=True)
+    return tuple(each.to_dense() if each is not None and each.is_sparse else each for each in gradients)
 
 
 def _check_marks(exported: MarkedJob, trial: Trial, names: set[str]) -> None:
@@ -250,11 +245,11 @@ def _backward(
         leaves = [tensor for tensor in inputs if tensor.requires_grad]
         wanted = [*leaves, *parameters.values()]
         given = torch.ones_like(output) if gradient is None else gradient  # a later branch may not use the border
-        found = _gradients(output, wanted, given) if output.requires_grad else (None,) * len(wanted)
-        section = {n: g for n, g in zip(parameters, found[len(leaves) :], strict=True) if g is not None}
+        gradients = _gradients(output, wanted, given) if output.requires_grad else (None,) * len(wanted)
+        section = {n: g for n, g in zip(parameters, gradients[len(leaves) :], strict=True) if g is not None}
         for name, part in section.items() if gradient is not None else ():
             total[name] = part if name not in total else total[name] + part
-        gradient = found[0] if leaves and gradient is not None else None
+        gradient = gradients[0] if leaves and gradient is not None else None
         read.append(set(section))
     for name, expected in reference.gradients.items():
         if expected is not None and (name not in total or not _equal(total[name], expected)):
@@ -262,8 +257,8 @@ def _backward(
     return read[::-1]
 
 
-def _equal(found: Tensor, expected: Tensor) -> bool:
-    return found.shape == expected.shape and torch.allclose(found, expected, rtol=1e-4, atol=1e-6)
+def _equal(computed: Tensor, expected: Tensor) -> bool:
+    return computed.shape == expected.shape and torch.allclose(computed, expected, rtol=1e-4, atol=1e-6)
 
 
 def _goes_past(mark: Mark | None, what: str = "") -> ExportError:
@@ -280,13 +275,13 @@ def _goes_past(mark: Mark | None, what: str = "") -> ExportError:
 def _parameters_of(exported: MarkedJob, called: Sequence[str]) -> set[str]:
     kept = exported.aliases
     modules = dict(exported.whole.named_modules())
-    found: set[str] = set()
+    names: set[str] = set()
     for name in called:
         for inner, parameter in modules[name].named_parameters(remove_duplicate=False):
             if parameter.requires_grad:
                 full = f"{name}.{inner}".removeprefix(_PREFIX)
-                found.add(kept.get(full, full))
-    return found
+                names.add(kept.get(full, full))
+    return names
 
 
 def _section(

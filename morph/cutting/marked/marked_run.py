@@ -1,9 +1,8 @@
 """Runs the user's own code from one mark to the next.
 
-A section runs ``loss(model, batch)`` from its beginning. Until the section's first mark is reached, modules that do not
-contain the mark are not run: they return zeros of the shape that they had in a trial. At the mark the border tensor
-replaces the computed one; at the next mark the run ends. Code between modules, such as masks made from the
-batch, is run again in every section.
+Until a section's first mark is reached, modules without it are not run: they return zeros of the shape that they had in
+a trial. At the mark the border tensor replaces the computed one; at the next mark the run ends. Code between modules,
+such as masks made from the batch, is run again in every section.
 """
 
 from __future__ import annotations
@@ -36,10 +35,7 @@ RunCall = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any]], Any]
 
 
 class Choices(TorchDispatchMode, Generic[PlaceT]):  # type: ignore[no-untyped-call]  # torch does not annotate it
-    """Collects each (place, ``file:line``) at which Python reads a number that depends on torch's generator.
-
-    Only small tensors are followed from their draw.
-    """
+    """Collects each (place, ``file:line``) at which Python reads a number that depends on torch's generator."""
 
     def __init__(self, place: Callable[[], PlaceT]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -114,10 +110,7 @@ class _Reached(BaseException):
 
 @dataclass(frozen=True)
 class Mark:
-    """A place where the user's code is cut, before the module of ``call``, while ``enclosing`` calls are active.
-
-    ``value``: the tensor that crossed in the trial. ``flops``: the work done before it in the trial.
-    """
+    """A place where the user's code is cut, before the module of ``call``, while ``enclosing`` calls are active."""
 
     call: Call
     enclosing: frozenset[Call]
@@ -128,11 +121,7 @@ class Mark:
 
 @dataclass
 class Trial:
-    """The findings of a run of the whole code.
-
-    ``returned``: the result to return in place of a call. ``choices``: for each choice by a random number: the number
-    of marks passed, its call, and its line.
-    """
+    """A run of the whole code: each call's result, and for each random choice the marks passed, call and line."""
 
     marks: list[Mark] = field(default_factory=list)
     returned: dict[Call, Any] = field(default_factory=dict)
@@ -185,11 +174,7 @@ def run_whole(
 
 @dataclass(eq=False)
 class MarkedCode:
-    """The code of one section from ``entry`` to ``end``, called as :class:`Section` calls its code.
-
-    ``returned``: results of each call in the trial. ``needs_gradient``: whether the tensor at the end has a gradient.
-    ``frozen``: parameters that no section trains, by name.
-    """
+    """The code of one section from ``entry`` to ``end``, called as :class:`Section` calls its code."""
 
     whole: nn.Module
     keys: tuple[str, ...]

@@ -1,9 +1,8 @@
 """Choose where to cut: pure arithmetic over costs and bytes.
 
-Varuna, section 5.1: sections of equal compute, cut where few bytes cross. Here all cuts are chosen together: they
-minimise the sum over sections of ((compute / even share) - 1)^2, plus 0.3 for each doubling of the bytes that cross a
-cut; less than an eighth of the median bytes counts as an eighth. So a cut moves by up to 0.4 of a section's compute to
-halve the crossing bytes, and sections of equal blocks are equal.
+Varuna, section 5.1: sections of equal compute, cut where few bytes cross. All cuts are chosen together: they minimise
+the sum over sections of ((compute / even share) - 1)^2, plus 0.3 for each doubling of the bytes that cross a cut; less
+than an eighth of the median bytes counts as an eighth.
 """
 
 from __future__ import annotations
@@ -25,10 +24,7 @@ _NEVER = np.int64(1 << 60)
 
 @dataclass(frozen=True)
 class Position:
-    """A place between two operations: the model may be cut in front of operation ``index``.
-
-    ``cost_before``: compute in front of the cut, in any unit. ``crossing_bytes``: for a fixed number of samples.
-    """
+    """A place where the model may be cut, in front of operation ``index``; costs are in any unit."""
 
     index: int
     cost_before: float
@@ -36,11 +32,9 @@ class Position:
 
 
 def default_num_sections(positions: Sequence[Position], total_cost: float) -> int:
-    """Return one section for every two narrow positions, from 1 to 24.
+    """Return one section for every two narrow positions (a transformer's block), from 1 to 24.
 
-    A position is narrow if at most 1.5 times the 10th percentile of bytes cross it; positions closer to each other than
-    1/80 of the total compute count once. A transformer has two narrow positions per block (behind attention and behind
-    the MLP), so this is one section per block.
+    A position is narrow if at most 1.5 times the 10th percentile of bytes cross it; near ones count once.
     """
     places = _distinct(positions, total_cost)
     if not places:
@@ -56,10 +50,7 @@ def default_num_sections(positions: Sequence[Position], total_cost: float) -> in
 
 
 def choose_positions(positions: Sequence[Position], total_cost: float, num_sections: int) -> tuple[int, ...]:
-    """Return ``num_sections - 1`` strictly ascending indices of cuts, with even compute and few crossing bytes.
-
-    Raises ValueError when there are fewer distinct positions than cuts.
-    """
+    """Return ``num_sections - 1`` ascending indices of cuts. Raises ValueError if there are fewer positions."""
     distinct = _distinct(positions, total_cost)
     if len(distinct) < num_sections - 1:
         raise ValueError(f"only {len(distinct) + 1} sections are possible")

@@ -19,10 +19,7 @@ Finish = Callable[[SectionCode, torch.device], SectionCode]
 
 @dataclass(frozen=True)
 class BoundaryTensor:
-    """A tensor that crosses a cut; its ``shape`` is for the cut model's m.
-
-    It and its gradient cross as ``dtype``, also within a stage. Sections compute it as ``wide_dtype``, if that differs.
-    """
+    """A tensor that crosses a cut, with its gradient, as ``dtype``; sections may compute it as ``wide_dtype``."""
 
     name: str
     shape: tuple[int, ...]
@@ -43,11 +40,7 @@ class BoundaryTensor:
 
 @dataclass(frozen=True)
 class ParameterUnit:
-    """The parameters and written buffers that exactly these sections read; several sections mean tied weights.
-
-    ``id``: ``s3``, or ``s0+s7`` for a unit of sections 0 and 7. ``sections`` ascend; names are those in the user's
-    model.
-    """
+    """The parameters and written buffers that exactly these sections read; ``id``: ``s3``, or if tied ``s0+s7``."""
 
     id: str
     sections: tuple[int, ...]
@@ -61,10 +54,7 @@ class ParameterUnit:
 
 
 class Constants(Mapping[str, Tensor]):
-    """Tensors that sections read and training does not change; sections on one device share one copy of each.
-
-    ``values``: makes a constant on the CPU on request.
-    """
+    """Tensors, made by ``values``, that training does not change; sections on one device share a copy of each."""
 
     def __init__(
         self,
@@ -153,10 +143,8 @@ class Section:
     ) -> tuple[Tensor, ...]:
         """Run the section; autograd records as usual, and random numbers come from torch's generator.
 
-        The first run on a device makes the section's constants there; they stay until ``Constants.keep_only``.
-        ``batch`` has at least ``self.batch_keys``, each [m, ...]; ``parameters`` at least ``self.parameters`` and
-        ``self.buffers``, from any storage, all on one device. Returns one tensor per entry of ``self.outputs``, then
-        one per entry of ``self.writes``.
+        ``batch``: at least ``self.batch_keys``, each [m, ...]; ``parameters``: with buffers, on one device. Returns one
+        tensor per entry of ``self.outputs``, then one per entry of ``self.writes``.
         """
         names = (*self.parameters, *self.buffers)
         given = [*inputs, *(batch[key] for key in self.batch_keys), *(parameters[name] for name in names)]
@@ -194,20 +182,17 @@ class CutModel:
     by_samples: Mapping[int, CutModel] = field(default_factory=dict)
 
     def at(self, length: int | None, num_samples: int | None = None) -> CutModel:
-        """Return the cut for micro-batches of a length and number of samples.
-
-        ``length`` None: it is unknown, or lengths do not vary. ``num_samples`` None: m.
-        """
+        """Return the cut for a length (None: unknown, or constant) and number of samples (None: m)."""
         model = self if num_samples in (None, self.micro_batch_size) else self.by_samples[num_samples]
         return model if length is None else model.by_length.get(length, model)
 
     def every(self) -> dict[tuple[int | None, int], CutModel]:
         """Return all cuts, by length (None if lengths do not vary) and number of samples."""
         models = {self.micro_batch_size: self, **self.by_samples}
-        found: dict[tuple[int | None, int], CutModel] = {}
+        cuts: dict[tuple[int | None, int], CutModel] = {}
         for size, model in models.items():
-            found |= {(length, size): model.at(length) for length in model.by_length or (None,)}
-        return found
+            cuts |= {(length, size): model.at(length) for length in model.by_length or (None,)}
+        return cuts
 
     def mapped(self, change: Callable[[CutModel], CutModel]) -> CutModel:
         """Return the model with ``change`` applied to this cut and to every other."""
@@ -235,7 +220,7 @@ class CutModel:
 
 def narrowed(model: CutModel, dtype: torch.dtype) -> CutModel:
     """Return a cut model whose wider floating-point tensors cross every cut as ``dtype``, with another fingerprint."""
-    return model.mapped(lambda one: _narrowed(one, dtype))
+    return model.mapped(lambda cut: _narrowed(cut, dtype))
 
 
 def _narrowed(model: CutModel, dtype: torch.dtype) -> CutModel:
@@ -276,7 +261,7 @@ def units_of(
 def _by_readers(names: Sequence[str], read: Mapping[int, Sequence[str]]) -> dict[tuple[int, ...], list[str]]:
     members: dict[tuple[int, ...], list[str]] = {}
     for name in names:
-        readers = tuple(index for index, found in read.items() if name in found)
+        readers = tuple(index for index, entries in read.items() if name in entries)
         if readers:
             members.setdefault(readers, []).append(name)
     return members

@@ -1,7 +1,4 @@
-"""Normalisation that updates running statistics, as an operation that returns them instead of changing them.
-
-It runs torch's own normalisation on copies of the statistics, so kernels and derivatives are those of the user's model.
-"""
+"""Normalisation by torch on copies of the running statistics, which are returned instead of changed."""
 
 from __future__ import annotations
 

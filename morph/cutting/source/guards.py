@@ -24,9 +24,8 @@ _CALLER = str(Path(__file__).parents[1] / "trial_run" / "trial.py")  # the file 
 class Guard:
     """A condition on the number of samples that held in the trial, and on which the trace relies.
 
-    ``text``: as torch writes it, such as ``Eq(s0, 3)``. ``strength``: 2 if it fixes the number, 1 if it allows a range,
-    0 if it only says that two sizes are equal, as those of a batch's entries are. ``line``: ``file:line`` of the user's
-    code; None outside of it. ``module``: class of the innermost running module, if it is torch's own.
+    ``strength``: 2 if it fixes the number, 1 if it allows a range, 0 if it only says that two sizes are equal.
+    ``module``: class of the innermost running module, if it is torch's own.
     """
 
     text: str
@@ -66,16 +65,16 @@ def watched_guards() -> Iterator[list[Guard]]:
     """Collect the guards that are made while the block runs."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-    found: list[Guard] = []
+    guards: list[Guard] = []
     original = ShapeEnv._log_guard
 
     def log_guard(self: Any, prefix: str, guard: Any, *args: Any, **kwargs: Any) -> None:
         strength = (2 if len(guard.free_symbols) == 1 else 0) if type(guard).__name__ == "Equality" else 1
-        found.append(Guard(str(guard), strength, line_in_loss(), _running_module(), _in_a_transform()))
+        guards.append(Guard(str(guard), strength, line_in_loss(), _running_module(), _in_a_transform()))
         original(self, prefix, guard, *args, **kwargs)
 
     with replaced(ShapeEnv, "_log_guard", log_guard):
-        yield found
+        yield guards
 
 
 def decisive(guards: list[Guard]) -> Guard | None:
@@ -85,13 +84,13 @@ def decisive(guards: list[Guard]) -> Guard | None:
 
 def line_in_loss() -> str | None:
     """Return ``file:line`` of the innermost frame of the user's code in the running loss; None outside of it."""
-    found: str | None = None
+    line: str | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_filename != _CALLER:
-        if found is None and is_users(frame.f_code.co_filename):
-            found = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        if line is None and is_users(frame.f_code.co_filename):
+            line = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-    return None if frame is None else found
+    return None if frame is None else line
 
 
 def _in_a_transform() -> bool:

@@ -22,10 +22,7 @@ _watching = threading.local()
 
 
 class Reads:
-    """Records what this thread reads inside its ``with`` blocks, which may be nested.
-
-    ``found``: files outside of Python, its packages and the job's own code, and other external inputs.
-    """
+    """Records what this thread reads inside its ``with`` blocks, besides Python, packages and the job's code."""
 
     def __init__(self) -> None:
         self.found: list[str] = []

@@ -30,10 +30,7 @@ PYTHON = "Python's random numbers"
 
 @dataclass
 class KeptState:
-    """State that the forward of a job might change; each part has a name for messages.
-
-    Tensors are not compared: a run itself shows whether it reads tensors of the previous run.
-    """
+    """State, except tensors, that the forward of a job might change; each part has a name for messages."""
 
     job: Job
     model: nn.Module
@@ -50,7 +47,7 @@ class KeptState:
         """Run once more; return the ``file:line`` of the user's code after which ``name`` has changed."""
 
         def look() -> object:
-            return next((self._told(read()) for found, read in self._places(name) if found == name), None)
+            return next((self._told(read()) for place, read in self._places(name) if place == name), None)
 
         return _line_of_change(look, run)
 
@@ -88,9 +85,9 @@ class KeptState:
         """Return a comparable summary of a value; values with equal summaries count as equal."""
         if value is None or isinstance(value, bool | int | float | complex | str | bytes | np.generic):
             return repr(value)
-        found = _generator_state(value)
-        if found is not None:
-            return found
+        state = _generator_state(value)
+        if state is not None:
+            return state
         if isinstance(value, np.ndarray) and value.nbytes <= _MAX_BYTES:
             return value.dtype.str, value.shape, value.tobytes()
         if depth == _MAX_DEPTH:
@@ -156,17 +153,17 @@ def _names(code: CodeType) -> Iterator[str]:
 
 def _line_of_change(look: Callable[[], object], run: Callable[[], object]) -> str | None:
     last, place = look(), None
-    found: list[str | None] = []
+    lines: list[str | None] = []
 
     def check(frame: FrameType | None) -> None:
         nonlocal last, place
         now = look()
         if now != last:
-            found.append(place)
+            lines.append(place)
         last, place = now, frame and f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
     def trace(frame: FrameType, event: str, _argument: Any) -> Any:
-        if found or not is_users(frame.f_code.co_filename):
+        if lines or not is_users(frame.f_code.co_filename):
             return None
         caller = frame.f_back
         while event == "return" and caller is not None and not is_users(caller.f_code.co_filename):
@@ -181,7 +178,7 @@ def _line_of_change(look: Callable[[], object], run: Callable[[], object]) -> st
     finally:
         sys.settrace(before)
     check(None)
-    return next(iter(found), None)
+    return next(iter(lines), None)
 
 
 def changed(*states: Mapping[str, object]) -> Iterable[str]:

@@ -1,9 +1,7 @@
 """Refuses a forward that differs when it is run again, because a trace would keep one variant forever.
 
-A forward may depend only on weights, buffers, batch and torch's random numbers, which Morph seeds: anything else would
-differ between workers, and a trace would never change. So the loss is run twice in the same way, with every operation
-recorded. A changed attribute or generator, a tensor that one run leaves to the next, or an operation with another
-result (a clock) is refused with its line.
+The loss is run twice in the same way, with every operation recorded. A changed attribute or generator, a tensor that
+one run leaves to the next, or an operation with another result (a clock) is refused with its line.
 """
 
 from __future__ import annotations
@@ -40,12 +38,7 @@ _TOLERANCE = 1e-4
 
 @dataclass(frozen=True)
 class Forward:
-    """A loss that can be run repeatedly on one batch, of fake or real tensors.
-
-    The functions and closures of ``job`` are examined too. ``model`` has run before, so that state made by its first
-    run does not count as changed. ``tape``: that of a fake model, which knows the tensors that were not made from a
-    batch.
-    """
+    """A loss that can be run repeatedly on one batch, of fake or real tensors; ``model`` has run before."""
 
     job: Job
     model: nn.Module
@@ -134,10 +127,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         return result
 
     def _may_change(self, tensor: Tensor) -> bool:
-        """Whether the forward may change a tensor: a buffer, a tensor of the batch, or one made by this run.
-
-        Tensors made by this run count only while they live, because freed memory is soon reused.
-        """
+        """Whether the forward may change a tensor: a buffer, the batch's, or a living one made by this run."""
         storage = _storage(tensor)
         return storage in self._given or any(made() is not None for made in self._made.get(storage, ()))
 
@@ -157,7 +147,7 @@ class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]  # torch does 
         """Whether two runs have the same results, as far as tensors have values."""
         pairs = zip(self.result, other.result, strict=True)
         return self._tape is not None or all(
-            torch.allclose(one, two, rtol=_TOLERANCE, equal_nan=True) for one, two in pairs
+            torch.allclose(first, second, rtol=_TOLERANCE, equal_nan=True) for first, second in pairs
         )
 
     def line_of_difference(self, other: _Watch) -> str | None:

@@ -60,9 +60,9 @@ class Whole(nn.Module):
 
     def forward(self, batch: dict[str, Tensor]) -> Tensor | tuple[Tensor, ...]:
         """Return the loss, or (loss, metrics in order of their names)."""
-        loss, told = values_of(self._loss(self.model, dict(batch)))
-        self.metric_names[:] = sorted(told)
-        return (loss, *(told[name] for name in sorted(told))) if told else loss
+        loss, metrics = values_of(self._loss(self.model, dict(batch)))
+        self.metric_names[:] = sorted(metrics)
+        return (loss, *(metrics[name] for name in sorted(metrics))) if metrics else loss
 
 
 def built_model(job: Job) -> BuiltModel:
@@ -112,10 +112,7 @@ def _refuse_kinds(job: Job, model: nn.Module) -> None:
 
 
 def try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
-    """Run the loss, so that everything that the model keeps from its first call exists before the export.
-
-    If a fake model fails, the fake tensors may be the cause, and the export decides.
-    """
+    """Run the loss, so that all that its first call makes exists before the export, which also shows errors."""
     entries = {key: built.like(entry) for key, entry in batch.items()}
 
     def run() -> object:
@@ -238,7 +235,7 @@ def users_error(error: Exception, job: Job, model: nn.Module | None, field: str)
 
 def _loss_error(error: Exception, job: Job, model: nn.Module) -> JobError:
     """Return the error of a loss; if another number of samples works, it says that the model fixes this number."""
-    found = users_error(error, job, model, "loss")
+    reported = users_error(error, job, model, "loss")
     for num_samples in dict.fromkeys((job.micro_batch_size or 1, job.batch_size, 1, 2, 4, 8)):
         if num_samples > _MAX_SAMPLES_TRIED:
             continue
@@ -249,10 +246,10 @@ def _loss_error(error: Exception, job: Job, model: nn.Module) -> JobError:
         return JobError(
             f"loss fails with {_EXAMPLE_SAMPLES} samples, but not with {num_samples}: the number of samples is written "
             f"into the model ({type(error).__name__}: {first_line(error)})",
-            source=found.source,
+            source=reported.source,
             allowed="any number of samples in a micro-batch; take it from tensor.shape[0] instead of writing it down",
         )
-    return found
+    return reported
 
 
 def check_loss(job: Job, result: object) -> None:

@@ -1,8 +1,7 @@
 """Copies units of a checkpoint and writes them in the background: training waits only for tensors about to change.
 
-The written units of the newest versions are remembered: they are reported again to a manager that takes over, and a
-unit that is requested again is not written twice. Their tensors stay in host memory, so that a worker that goes back to
-a checkpoint reads only other workers' units from storage.
+The written units of the newest versions are remembered, for a manager that takes over or requests one again, with their
+tensors in host memory, for a return to a checkpoint.
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def write_initial_checkpoint(
 ) -> Manifest:
     """Write every unit, then the manifest; only one unit is in memory at a time.
 
-    ``frozen``: digest of the frozen weights that were written beside the checkpoint. ``prepare``: changes a unit
-    further; the unit has a new optimizer.
+    ``frozen``: digest of the frozen weights beside the checkpoint; ``prepare``: changes a unit further.
     """
     num_micro_batches = job.batch_size // model.micro_batch_size
     rules = update_rules(job, torch.device("cpu"), frozen=frozen)
@@ -96,10 +94,9 @@ class Handed:
 class CheckpointWriter(Attendant):
     """One background thread copies the units that are handed over and another writes them, both in order.
 
-    A file that storage does not accept within ``rules.file_limit_s``, all tries together, is given up. Remaining units
-    of older versions are dropped when a newer version is handed over, unless the newer one names them. ``rules``:
-    bounds on writing one file and, by pauses between files, on the bytes per second. ``on_processor``: training
-    computes on the processor, so processor time for writing counts as a stall.
+    Remaining units of older versions are dropped when a newer version is handed over, unless the newer one names them.
+    ``rules``: bounds on writing one file, all tries together; ``on_processor``: writing takes processor time from
+    training, which counts as a stall.
     """
 
     def __init__(
@@ -224,10 +221,7 @@ class CheckpointWriter(Attendant):
             self._end(handed, copied, written or error)
 
     def _check_lease(self, version: int) -> None:
-        """Check, before the first file of a version, that no other run has taken the storage over.
-
-        Raises CheckpointError if another run has taken it over, or storage does not answer.
-        """
+        """Check, before a version's first file, that no other run took over the storage. Raises CheckpointError."""
         if self.lease and version != self._looked_at:
             holder = run_that_holds(self._url)
             if holder not in (None, self.lease):

@@ -30,10 +30,9 @@ log = logging.getLogger(__name__)
 
 
 class FollowerLane(Attendant):
-    """Both roles of one worker. They start anew in each generation, and their failures fail no order of the manager.
+    """Both roles of one worker, anew in each generation; their failures fail no order of the manager.
 
-    ``workload``: makes the units that are followed. ``open_store``: holds a connection to the rendezvous store
-    while a block runs.
+    ``workload``: makes the units that are followed. ``open_store``: lends a connection to the rendezvous store.
     """
 
     def __init__(
@@ -55,10 +54,7 @@ class FollowerLane(Attendant):
         self._known: dict[str, UnitState] = {}
 
     def after_reshape(self, order: ReshapeOrder, held: Units, interrupt: Interrupt) -> None:  # noqa: ARG002
-        """Start a generation with its followers.
-
-        Connections are made with the first step, which all workers begin at the same time.
-        """
+        """Start a generation with its followers, to which connections are made with the first step."""
         self._end()
         me = self._setup.worker
         known = [unit for follow in order.follows if follow.follower == me for unit in follow.known]
@@ -126,10 +122,7 @@ class FollowerLane(Attendant):
             self._outgoing.pass_on(units, decided)
 
     def after_reduction(self, current: Generation) -> dict[str, bool]:
-        """Send an undecided step's reduced gradients, wait until they arrive; return whether the follower holds them.
-
-        Raises GenerationAborted, PeerLost.
-        """
+        """Send an undecided step's gradients; return which units the follower now has. Raises PeerLost."""
         outgoing, interrupt = self._outgoing, current.interrupt
         if outgoing is None or not outgoing.share(current.units):
             return {}
@@ -150,8 +143,7 @@ class FollowerLane(Attendant):
     def before_answer(self, step: int, interrupt: Interrupt) -> None:
         """Wait until the workers whose sums of a step are copied here have prepared the step too.
 
-        A worker that has prepared a step is no longer asked for its sums. Raises GenerationAborted; also PeerLost if
-        one of them is cut off before that: if it is lost, the next shape needs the copies of its sums here.
+        Raises GenerationAborted; also PeerLost: the next shape then needs the copies here.
         """
         outgoing, incoming = self._outgoing, self._incoming
         if outgoing is not None and self._offered == step:

@@ -76,11 +76,7 @@ class Incoming:
     # ---- order lane ----
 
     def take(self, unit: str, version: int, interrupt: Interrupt, timeout_s: float) -> UnitState:
-        """Block until a unit is at this version, and hand it out.
-
-        Raises PeerLost if the unit's stream is broken. Raises GenerationAborted or WaitTimeout as
-        ``Interrupt.wait_for``.
-        """
+        """Block until a unit is at this version, and hand it out. Raises PeerLost, or as ``Interrupt.wait_for``."""
         self._interrupt = interrupt
 
         def there() -> bool:
@@ -145,8 +141,8 @@ class Incoming:
             with self._lock:
                 missing, self._expected = sorted(self._expected), set()
             for sender in missing:
-                told = f"{sender} did not come to pre-copy units: {type(error).__name__}: {error}"
-                self._give_up(sender, told, level_of(error))
+                sentence = f"{sender} did not come to pre-copy units: {type(error).__name__}: {error}"
+                self._give_up(sender, sentence, level_of(error))
         finally:
             self._listener.stop()
 
@@ -182,8 +178,8 @@ class Incoming:
                     self._interrupt.notify()
             self._give_up(sender, f"{sender} hung up")
         except Exception as error:  # after any error, the units are sent again in the change
-            told = f"the pre-copy from {sender} broke off: {type(error).__name__}: {error}"
-            self._give_up(sender, told, level_of(error))
+            sentence = f"the pre-copy from {sender} broke off: {type(error).__name__}: {error}"
+            self._give_up(sender, sentence, level_of(error))
 
     def _take_in(self, frame: Frame, size: int, sender: str) -> None:
         facts = frame.facts

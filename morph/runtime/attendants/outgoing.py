@@ -1,7 +1,6 @@
 """The sending end of one stream: some units of this worker to one receiver, in a thread of its own.
 
-Before a planned change (decision 0006) it sends decided steps. To a follower (decision 0019) that has caught up, it
-sends gradients before they are decided, and partial sums.
+It sends decided steps before a planned change (decision 0006); to a follower (0019) also undecided gradients.
 """
 
 from __future__ import annotations
@@ -58,11 +57,10 @@ class _State:
 
 
 class Outgoing:
-    """Sends units one after the other, each followed by the updates of every later step.
+    """Sends ``units`` one after the other, each followed by the updates of every later step; ``known`` are there
+    already.
 
-    Waiting memory is bounded: a unit's state is copied only as fast as the stream sends, and a stream that falls behind
-    by more than its initial states is given up. ``units``: the units, in this order. ``known``: further units, which
-    the receiver already has at the present version.
+    Waiting memory is bounded: a stream that falls behind by more than its initial states is given up.
     """
 
     def __init__(
@@ -126,10 +124,7 @@ class Outgoing:
         self._put(Frame({"kind": "update", "units": facts}, tensors))
 
     def share(self, states: Mapping[str, UnitState]) -> bool:
-        """Send gradients before the decision, if the receiver has caught up; return whether they are sent.
-
-        They are not copied, so they must not change until ``settled``.
-        """
+        """Send gradients if the receiver has caught up; return whether. They must not change until ``settled``."""
         with self._condition:
             idle = not self._queue and not self._sending and self._connection is not None
         if self.error is not None or not self._synced or self._to_begin or not (self._in_step or idle):

@@ -23,10 +23,7 @@ from morph.runtime.workloads.workload import Workload
 
 
 class PreCopyLane(Attendant):
-    """Carries out ``PreCopyOrder``; its failures do not disturb orders.
-
-    ``workload``: makes the units that are received. ``news``: called when ``report`` has something new.
-    """
+    """Carries out ``PreCopyOrder``; its failures do not disturb orders. ``news``: called when ``report`` has some."""
 
     def __init__(
         self,

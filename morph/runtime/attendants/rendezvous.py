@@ -15,12 +15,10 @@ from morph.runtime.groups.faults import FaultPlan
 
 
 class Rendezvous:
-    """The rendezvous of one receiver and its senders, for one order or generation.
+    """The rendezvous of one receiver and its senders, for one order or generation: ``occasion``, unique in this run.
 
-    The receiver writes its address and a nonce into the rendezvous store with a proof, because anyone could write
-    there; a sender's hello proves its name for that nonce. Without the run's secret a process can neither receive nor
-    send units, and a proof for another order is not valid for this one. ``occasion``: the purpose of the rendezvous,
-    unique in this run.
+    The receiver writes its address and a nonce into the rendezvous store with a proof by the run's secret, because
+    anyone could write there; a sender's hello proves its name for that nonce.
     """
 
     def __init__(self, occasion: str, receiver: str, secret: str) -> None:
@@ -55,9 +53,8 @@ class Rendezvous:
 class StreamContext:
     """The context of all streams from and to one worker, for one order or generation.
 
-    ``open_store``: lends a connection to the rendezvous store while a block runs. ``limit_s``: seconds after which an
-    absent or blocked other end is given up; a sender may be silent for twice as long, because it has nothing to send
-    between two steps.
+    ``open_store``: lends a connection to the store. ``limit_s``: how long the other end may be absent; a sender may be
+    silent for twice as long.
     """
 
     occasion: str

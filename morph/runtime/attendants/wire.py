@@ -1,9 +1,7 @@
 """Frames from a sender to a receiver, over one plain TCP connection; each is acknowledged.
 
-A frame holds a unit's state or one decided step: gradients and scales, and all facts for applying them identically.
-
-The connection is not a group: closing it ends blocked calls at once on both sides, so a stream can be dropped at any
-moment without an effect on the generation's groups.
+A frame holds a unit's state or one decided step. The connection is not a group: closing it ends blocked calls at once
+on both sides, so a stream can be dropped at any moment.
 """
 
 from __future__ import annotations
@@ -33,10 +31,7 @@ GREETING_BYTES = 4096
 
 @dataclass(frozen=True)
 class Frame:
-    """``facts`` is JSON. ``tensors`` of a device are copied while it computes, as the frame is sent.
-
-    The thread that computed them makes the frame; ``ready`` is their completion.
-    """
+    """``facts`` is JSON; ``tensors`` of a device are copied while the frame is sent, once they are ``ready``."""
 
     facts: dict[str, Any]
     tensors: Mapping[str, Tensor]
@@ -69,10 +64,7 @@ def send_frame(connection: socket.socket, frame: Frame) -> int:
 
 
 def receive_frame(connection: socket.socket, most_bytes: int | None = None) -> tuple[Frame, int] | None:
-    """Receive a frame and its size; None if the sender has hung up between two frames.
-
-    Raises OSError if the connection is broken, or the frame has more than ``most_bytes``, if that is given.
-    """
+    """Receive a frame and its size; None at the end. Raises OSError if it breaks off or has over ``most_bytes``."""
     header = _receive(connection, HEADER.size)
     if header is None:
         return None
@@ -144,10 +136,7 @@ def gradients_of_update(state: UnitState) -> dict[str, Tensor]:
 
 
 def hold_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, Tensor]) -> None:
-    """Hold gradients of the unit's version, which another worker has reduced, until they are decided.
-
-    Raises ValueError if the gradients are not of the unit's version.
-    """
+    """Hold reduced gradients until they are decided. Raises ValueError if they are not of the unit's version."""
     if facts["version"] != state.version:
         raise ValueError(f"unit {state.unit.id}: version {state.version} cannot take step {facts['version']}")
     reduced = Reduced(
@@ -160,9 +149,6 @@ def hold_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, Te
 
 
 def apply_update(state: UnitState, facts: dict[str, Any], gradients: dict[str, Tensor]) -> None:
-    """Apply an update: the unit then equals the sender's, bit for bit.
-
-    Raises ValueError if the update is not that of the unit's version.
-    """
+    """Make a unit equal the sender's, bit for bit. Raises ValueError if the update is not of its version."""
     hold_update(state, facts, gradients)
     state.apply(None if facts["decided"] is None else Decided.model_validate(facts["decided"]))

@@ -1,7 +1,6 @@
 """The interface of a device for transports: streams, events and pinned host memory.
 
-Work that is enqueued on a stream runs later, in order; only an event tells that it is done. ``CudaDevice`` is the real
-device; tests have a fake one (``tests/device/fake_device.py``).
+Work that is enqueued on a stream runs later, in order; only an event tells that it is done.
 """
 
 from __future__ import annotations
@@ -24,10 +23,7 @@ _HANDLE = struct.Struct("<QQQHH")
 def usable_device(
     name: str, *, source: str | None = None, field: str = "vms.device", numbered: bool = False
 ) -> torch.device:
-    """Return the device of this name, if this process can compute on it.
-
-    ``name``: ``cpu`` or ``cuda``. ``numbered``: whether names such as ``cuda:1`` are allowed.
-    """
+    """Return the device ``cpu`` or ``cuda`` (if ``numbered``, also ``cuda:1``), if this process can compute on it."""
     cuda = torch.cuda.is_available()
     devices = ["cpu", *["cuda"] * cuda]
     devices += [f"cuda:{number}" for number in range(torch.cuda.device_count()) if cuda and numbered]
@@ -58,11 +54,10 @@ def check_kernels(device: torch.device, field: str = "vms.device") -> None:
 
 
 def has_kernels(capability: tuple[int, int], built_for: Sequence[str]) -> bool:
-    """Return whether code for these architectures runs on a device.
+    """Return whether code for these architectures runs on a device; no architectures allow no conclusion.
 
-    Binary code (``sm_86``) runs on devices of the same major number and the same or a higher minor number; code with a
-    letter at the end (``sm_90a``) runs only on that device. Code that the driver compiles (``compute_90``) runs on all
-    newer ones. An empty list, as in a build for other devices, allows no conclusion.
+    Binary code (``sm_86``) needs the same major number and no lower minor one, with a letter (``sm_90a``) only that
+    device; code that the driver compiles (``compute_90``) any newer one.
     """
     major, minor = capability
     for name in built_for:
@@ -88,10 +83,7 @@ class Event(Protocol):
         """Return whether the device has reached the event, without waiting."""
 
     def wait(self) -> None:
-        """Block until the device has reached the event, without a bound: for a thread that may be left behind.
-
-        If the device hangs in an operation, the abort of that operation unblocks the thread.
-        """
+        """Block without a bound, in a thread that may be left behind, until the device has reached the event."""
 
 
 class Stream(Protocol):
@@ -134,10 +126,9 @@ class Device(Protocol):
         """Return a further stream."""
 
     def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Return host memory from and to which the device can copy by itself.
+        """Return host memory from and to which the device copies by itself; reused once no copy uses it.
 
-        It is reused once it is released and no copy uses it: requests cost nothing after the first step. An allocator
-        may round up to a power of two and keep the memory, so large amounts are requested in pieces.
+        Allocators may round up to a power of two and keep it: request large amounts in pieces.
         """
 
     def release(self) -> None:
@@ -148,16 +139,12 @@ class SharingDevice(Device, Protocol):
     """A device whose memory other processes of the same machine can read."""
 
     def shared(self, num_bytes: int) -> tuple[Tensor, bytes]:
-        """Return device memory that another process can open, as bytes, and its handle.
-
-        Raises RuntimeError if this device, or the allocator of this process, does not allow it.
-        """
+        """Return device memory, as bytes, and the handle for other processes. Raises RuntimeError if not possible."""
 
     def opened(self, handle: bytes) -> Tensor:
         """Return another process's memory, as bytes, to read; it stays until released, even if that process ends.
 
-        The release may wait for the device, so the last holder must be a thread that may be left behind. Raises
-        RuntimeError, OSError or ValueError if this process cannot open it, or the handle is invalid.
+        The release may wait for the device. Raises RuntimeError, OSError or ValueError.
         """
 
 

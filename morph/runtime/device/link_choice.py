@@ -1,8 +1,7 @@
 """Chooses the links that use mailboxes; both ends of a link agree on it when a generation is formed.
 
-Workers exchange their places through the rendezvous store. For each edge within a machine, the sender gives the handle
-of its mailbox, or a reason why it has none, and the receiver answers whether it could open the mailbox. All these
-messages are text, and are checked.
+Through the rendezvous store, the sender gives the handle of its mailbox, or why it has none, for each edge within a
+machine; the receiver answers whether it could open it.
 """
 
 from __future__ import annotations
@@ -41,10 +40,7 @@ class WorkerMachine(Value):
 
 
 class Offer(Value):
-    """A sender's mailbox: the hex digits of its handle, and its slots. ``refused``: why there is none.
-
-    The receiver answers with an offer without a handle; if its ``refused`` is empty, it has opened the mailbox.
-    """
+    """A sender's mailbox (its handle in hex, and its slots), or why there is none; the answer has no handle."""
 
     handle: str = ""
     num_slots: int = Field(default=0, ge=0)
@@ -77,8 +73,7 @@ def mailboxes(
     """Form the links of a worker that use mailboxes, by the names of their groups; the others are staged.
 
     ``edges``: all edges of a generation, the sender before the receiver. Raises ConfigError if the setting is ``ipc``
-    and an edge within a machine cannot use a mailbox. Raises GenerationAborted, PeerLost or WaitTimeout as
-    ``Interrupt.call``.
+    and an edge within a machine cannot use one; GenerationAborted, PeerLost, WaitTimeout.
     """
     worker = setup.worker
     mine = [edge for edge in edges if worker in edge.members]
@@ -104,10 +99,7 @@ def mailboxes(
 
 @dataclass
 class Forming:
-    """The forming of one worker's links in one generation; see ``mailboxes``.
-
-    ``refused`` gives the reason for each edge within the machine that is nevertheless staged.
-    """
+    """The forming of one worker's links in one generation; ``refused``: why edges within the machine are staged."""
 
     room: MailRoom
     edges: Sequence[GroupSpec]
@@ -181,10 +173,7 @@ def _say_once(text: str) -> None:
 def form_on_devices(
     setup: WorkerSetup, layout: Topology, groups: GroupSet, interrupt: Interrupt, open_store: Callable[[], Store]
 ) -> dict[str, Link]:
-    """Give the groups a worker's device rings, and return its device links by their groups' names.
-
-    Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.call``.
-    """
+    """Give the groups a worker's device rings, and return its device links by group. Raises as ``Interrupt.call``."""
     device = torch.device(setup.device)
     groups.device_rings = communicators(setup.rings, device, layout.rings, setup.worker, interrupt, open_store)
     return mailboxes(setup, layout.edges, groups, interrupt, open_store)

@@ -1,13 +1,9 @@
 """Links between neighbours: ``send`` tensors, and ``receive`` them; a stage's boundary has a queue at each end.
 
-Every worker has a link for each direction to each neighbour, and one contract test covers all implementations:
-``HostLink`` for tensors in host memory, and ``StagedLink`` for tensors of a device, whose copies to and from pinned
-memory run while the device computes. Both use a ``Carrier`` for host tensors. Mailboxes (``mailboxes.py``) are read
-from device to device, and their carrier transports only numbers. An abort of the generation's ``Interrupt`` ends every
-wait.
-
-A ``Receiver`` keeps receives posted ahead of need, so that transfers overlap compute; a ``Sender`` hands tensors over
-and releases them once they have left. The plan's windows bound how far senders can run ahead.
+``HostLink`` is for tensors in host memory, ``StagedLink`` for those of a device, whose copies to and from pinned memory
+run while it computes; mailboxes (``mailboxes.py``) are read from device to device. An abort of the generation's
+``Interrupt`` ends every wait. A ``Receiver`` keeps receives posted ahead of need, so that transfers overlap compute; a
+``Sender`` hands tensors over and releases them once they have left.
 """
 
 from __future__ import annotations
@@ -54,11 +50,7 @@ class Link(Protocol):
     """One direction between two workers: messages of one or more tensors, in order."""
 
     def send(self, tensors: Sequence[Tensor], *, lent: bool = False, beside: Sequence[Tensor] = ()) -> Transfer:
-        """Start sending the tensors, which are on the link's device; returns at once.
-
-        They are copied first unless ``lent``: then the caller leaves them unchanged until they have left. ``beside``:
-        small tensors in host memory that are sent with them and do not change.
-        """
+        """Start sending tensors of the link's device, copied unless ``lent``; host tensors ``beside`` them go too."""
 
     def receive(self, specs: Sequence[TensorSpec], *, beside: Sequence[Tensor] = ()) -> Arrival:
         """Start receiving one message; returns at once. ``beside``: memory for the host tensors of the message."""
@@ -128,8 +120,8 @@ class StagedLink:
 
 def own_of(tensors: Sequence[Tensor], *, lent: bool) -> list[Tensor]:
     """Return contiguous tensors on the same device that will not change: copies, unless they are ``lent``."""
-    found = [tensor.detach() for tensor in tensors]
-    return [tensor.contiguous() if lent else tensor.clone(memory_format=torch.contiguous_format) for tensor in found]
+    detached = [tensor.detach() for tensor in tensors]
+    return [tensor.contiguous() if lent else tensor.clone(memory_format=torch.contiguous_format) for tensor in detached]
 
 
 class Begun:
@@ -166,10 +158,9 @@ class Begun:
 
 
 class Leaving(Begun):
-    """Copies of device tensors to the host, and a transfer that begins after each copy, in this order.
+    """Copies of device tensors to the host, and a transfer after each, in this order; those ``beside`` go first.
 
-    The host tensors ``beside`` them are sent first. ``joined``: flat bytes, some of which may be on the host, are sent
-    as one tensor; nothing that a step waits for is queued after them.
+    ``joined``: flat bytes, some of which may be on the host, are sent as one tensor.
     """
 
     def __init__(
@@ -227,12 +218,10 @@ def _interval(start_s: float, transfer: Transfer) -> Interval:
 
 
 class Sender:
-    """Sends the tensors of one boundary to the neighbouring stage.
+    """Sends the tensors of one boundary to the neighbouring stage; ``history``: an interval for each that has left.
 
-    ``peak`` is the largest number of micro-batches that were handed over and had not left; ``history`` has one interval
-    for each that had left at the last ``send`` or ``flush``. ``lacking``: default specs of tensors that may be absent;
-    each message says which of them are present. Empty: no tensor may be absent. ``device``: the device of these
-    tensors; None: the host.
+    ``peak``: the most micro-batches that were handed over and had not left. ``lacking``: default specs of tensors that
+    may be absent; each message says which are present. ``device``: of these tensors; None: the host.
     """
 
     def __init__(self, link: Link, lacking: Sequence[TensorSpec] = (), device: torch.device | None = None) -> None:
@@ -267,11 +256,10 @@ class Sender:
 
 
 class Receiver:
-    """Receives the tensors of one boundary, ``count`` micro-batches in order.
+    """Receives the tensors of one boundary, ``count`` micro-batches in order; ``history``: an interval for each taken.
 
-    ``peak`` is the largest number of micro-batches that had arrived and were not taken; ``history`` has one interval,
-    from posting to arrival, for each micro-batch that was taken. ``may_lack``: messages say which of their tensors are
-    present. ``specs_of``: specs of a message's tensors, by its place, if they differ in shape from ``specs``.
+    ``peak``: the most that had arrived and were not taken. ``may_lack``: messages say which tensors are present.
+    ``specs_of``: specs of a message's tensors, by its place, if they differ in shape from ``specs``.
     """
 
     def __init__(

@@ -56,10 +56,7 @@ class Mailbox:
                 self._taken = generation, owner
 
     def fill(self, owner: object, number: int, piece: Tensor, ready: Event) -> Event:
-        """Enqueue the copy of piece ``number`` (bytes) behind ``ready``; returns at once, with the event after.
-
-        Raises GenerationAborted if a later generation has taken the mailbox.
-        """
+        """Enqueue the copy of piece ``number`` behind ``ready``; return the event after. Raises GenerationAborted."""
         with self._lock:
             if owner is not self._taken[1]:
                 raise GenerationAborted("a later generation has its mailbox")
@@ -89,10 +86,9 @@ RequestT = TypeVar("RequestT", bound=Begun)
 
 
 class LinkEnd(ABC, Generic[RequestT]):
-    """See ``Link``: one end, which sends or receives. A thread of its own handles requests until ``close``.
+    """See ``Link``: one end, which sends or receives; a thread of its own handles requests until ``close``.
 
-    The thread waits for the peer through the generation's ``Interrupt``, and for the device without a bound: if the
-    device hangs, the thread is left behind, and continues when the operation that hangs is aborted.
+    The thread waits for the device without a bound: if that hangs, the thread is left behind until the abort.
     """
 
     def __init__(self, forth: Carrier, back: Carrier, interrupt: Interrupt) -> None:
@@ -184,7 +180,7 @@ class SendingEnd(LinkEnd[_Message]):
         return message
 
     def _carry(self, requested: _Message) -> None:
-        signals = [self._forth.transfer(one) for one in requested.beside]
+        signals = [self._forth.transfer(tensor) for tensor in requested.beside]
         for piece in _pieces(requested.tensors, self._box.slot_bytes):
             self._await_slot()
             self._interrupt.check()
@@ -233,10 +229,7 @@ class _Read(Begun):
 
 
 class ReceivingEnd(LinkEnd[_Read]):
-    """See ``Link``: the end that reads its peer's mailbox. ``forth``: channel from the sender.
-
-    ``slots`` is the peer's memory, a row for each slot; nothing else keeps it, so that the end's thread releases it.
-    """
+    """See ``Link``: the end that reads its peer's mailbox, ``slots`` in rows, which only its thread releases."""
 
     def __init__(self, slots: Tensor, room: MailRoom, forth: Carrier, back: Carrier, interrupt: Interrupt) -> None:
         self._slots: Tensor | None = slots
@@ -254,7 +247,7 @@ class ReceivingEnd(LinkEnd[_Read]):
     def _carry(self, requested: _Read) -> None:
         assert self._slots is not None
         tensors = tuple(self._stream.empty(spec.shape, spec.dtype) for spec in requested.specs)
-        signals = [self._forth.transfer(one) for one in requested.beside]
+        signals = [self._forth.transfer(tensor) for tensor in requested.beside]
         for piece in _pieces(tensors, self._slot_bytes):
             self._answer()
             number = torch.zeros(1, dtype=torch.int64)

@@ -88,10 +88,7 @@ def communicators(
     interrupt: Interrupt,
     open_store: Callable[[], Store],
 ) -> CommunicatorSet | None:
-    """Begin to form the device rings of a worker in one generation; None if there are none.
-
-    Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.call``.
-    """
+    """Begin to form the device rings of a worker in one generation; None: no rings. Raises as ``Interrupt.call``."""
     mine = [spec for spec in rings if worker in spec.members and len(spec.members) > 1]
     chosen = library_for(setting, device) if mine else None
     if chosen is None:

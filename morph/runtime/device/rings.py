@@ -182,11 +182,9 @@ class DeviceRing:
 
 
 class CommunicatorSet:
-    """See ``DeviceRings``: the communicators of one worker in one generation.
+    """See ``DeviceRings``: the communicators of one worker in one generation, formed in a thread in the first step.
 
-    They are formed in a thread, in the order given, while the first step computes: a ring is first needed at its end.
-    ``specs``: the rings that this worker belongs to, in an order that all members share. ``over``: the stream of the
-    library's device.
+    ``specs``: the rings that this worker belongs to, in an order that all members share. ``over``: their stream.
     """
 
     def __init__(
@@ -234,10 +232,7 @@ class CommunicatorSet:
             self._interrupt.lose(f"forming the communicators of reductions: {first_clause(error)}")
 
     def _meet(self, spec: GroupSpec, store: Store) -> bool:
-        """Poll the store until the members, who come at about the same time, are present; return whether they came.
-
-        Neither the forming of a communicator nor a wait in the store can be interrupted, so this polls.
-        """
+        """Poll the store until the members are present; return whether they came. No wait in it can be interrupted."""
         store.set(self._worker, "")
         start_s = time.monotonic()
         while not store.check(list(spec.members)):

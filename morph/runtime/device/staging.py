@@ -1,13 +1,9 @@
 """Copies between a device and host memory while the device computes.
 
-A step waits for messages between stages, so these have a stream for each direction, and a thread that waits for the
-device in place of others. That thread hands each copy on the host to gloo, in the order in which the copies were
-requested.
-
-Sums to be reduced have their own stream, and data for which no step waits, such as states, have two more. These data
-are copied in pieces through a few pinned buffers, so that a message never waits for more than these pieces.
-``on_host``, ``to_host``, ``fill`` and ``moved`` are all that the rest of the runtime uses, and on the host they are
-plain copies.
+Messages between stages have a stream for each direction, and a thread that waits for the device and hands each copy on
+the host to gloo, in order. Sums to be reduced have their own stream, and data for which no step waits two more; these
+are copied in pieces through a few pinned buffers, so that no message waits for more. The rest of the runtime uses
+``on_host``, ``to_host``, ``fill`` and ``moved``, which are plain copies on the host.
 """
 
 from __future__ import annotations
@@ -62,10 +58,7 @@ class EventThread:
         failed: Callable[[Exception], None],
         kept: tuple[Tensor, ...],
     ) -> None:
-        """Call ``then`` in that thread once the device has reached an event; returns at once.
-
-        ``failed`` is called with the error if the device is lost before that, or if ``then`` fails.
-        """
+        """Call ``then`` in that thread once the device has reached an event, or ``failed`` with the error."""
         self._waiting.put(_Wanted(event, then, failed, kept))
 
     def _work_off(self) -> None:
@@ -95,12 +88,10 @@ class Staging:
         failed: Callable[[Exception], None],
         beside: Event | None = None,
     ) -> None:
-        """Enqueue copies of device tensors after the work that the calling thread has enqueued so far; returns at once.
+        """Enqueue copies of contiguous device tensors after the calling thread's work; they may not change before that.
 
-        The tensors are contiguous; they are kept, and may not change, until they are copied. ``then`` is called with
-        the complete copies, in another thread; ``failed`` with the error if the device is lost before that, or if
-        ``then`` fails. ``beside``: only for sums, which are copied after this event on a stream of their own, so that
-        no message waits for them.
+        ``then`` gets the complete copies, in another thread; ``failed`` an error of it or the device. ``beside``: an
+        event after which sums are copied on a stream of their own, so that no message waits for them.
         """
         stream, events = (self._out, self._events) if beside is None else (self._out_sums, self._events_beside)
         stream.wait(self.device.current.record() if beside is None else beside)
@@ -128,11 +119,7 @@ class Staging:
         return host
 
     def bytes_on_host(self, tensors: Iterable[Tensor], ready: Event) -> Iterator[Tensor]:
-        """Yield the bytes of device tensors in pinned memory, piece by piece; no piece has bytes of two tensors.
-
-        Blocks for each piece until it is copied. ``tensors``: they may not change meanwhile. ``ready``: event after the
-        work that computed them.
-        """
+        """Yield the bytes of device tensors piece by piece, once ``ready``; a piece belongs to one tensor."""
         self._out_beside.wait(ready)
         under_way: deque[tuple[Tensor, Event, Tensor]] = deque()
         for tensor in tensors:
@@ -146,10 +133,7 @@ class Staging:
             yield _there(*under_way.popleft())
 
     def fill_beside(self, into: Tensor, source: Tensor) -> None:
-        """Copy a contiguous host tensor into one of the device; blocks until it is copied.
-
-        The copy comes after the work that the calling thread has enqueued; the thread may use the tensor at once.
-        """
+        """Copy a contiguous host tensor into one of the device, after the calling thread's work; blocks until then."""
         stream, under_way = self._in_beside, deque[Event]()
         stream.wait(self.device.current.record())
         stream.use(into)
@@ -163,10 +147,7 @@ class Staging:
             under_way[-1].wait()
 
     def to_device(self, hosts: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], Event]:
-        """Enqueue copies of pinned tensors into new device memory; returns at once, with the event after the copies.
-
-        A user of the tensors lets its stream wait for the event first (``arrived``).
-        """
+        """Enqueue copies of pinned tensors into new device memory; return them and the event after the copies."""
         made = tuple(self.empty(host.shape, host.dtype) for host in hosts)
         for tensor, host in zip(made, hosts, strict=True):
             self.fill(tensor, host)
@@ -245,10 +226,7 @@ class Ready:
 
 
 def on_host(tensors: Iterable[Tensor], ready: Ready) -> Iterator[Tensor]:
-    """Yield the bytes of tensors, in their order, in pieces of host memory; host tensors are not copied.
-
-    ``tensors``: they may not change meanwhile. ``ready``: made from them by the thread that enqueued their computation.
-    """
+    """Yield the bytes of tensors in pieces of host memory, in order, once ``ready``; they may not change meanwhile."""
     for kind, some in groupby(tensors, lambda tensor: tensor.device):
         staging = staging_for(kind)
         if staging is not None:

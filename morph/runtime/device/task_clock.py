@@ -1,8 +1,4 @@
-"""Times the tasks of a device: by the host's clock if the host computes, else by the device's events.
-
-A GPU gets its work long before doing it, so the host's clock around a task measures only the launch. An event in the
-same queue records the time at which the device reaches it; the time is read later, without stopping the host.
-"""
+"""Times the tasks of a device: by the host's clock if the host computes, else by events in the device's queue."""
 
 from __future__ import annotations
 
@@ -66,10 +62,7 @@ class DeviceEvent(Protocol):
 
 
 class EventClock:
-    """The clock of a device that works through a queue.
-
-    ``recorded``: puts a new event that records the time into the device's queue.
-    """
+    """The clock of a device that works through a queue; ``recorded``: makes an event that records the time."""
 
     def __init__(self, recorded: Callable[[], DeviceEvent]) -> None:
         self._recorded = recorded
@@ -88,11 +81,7 @@ class EventClock:
 
 
 class CoreTimes(NamedTuple):
-    """How the calling thread spent time on a processor, in seconds.
-
-    ``queued_s``: the time in which it was ready to run and other threads had the cores; None if the kernel does not
-    tell. A thread that sleeps, or whose process is stopped, is neither computing nor queued.
-    """
+    """How the calling thread spent time on a processor (seconds); ``queued_s``: ready, while others had the cores."""
 
     processor_s: float
     queued_s: float | None

@@ -59,10 +59,8 @@ class JitterDraw:
 class DeviceClock:
     """The clock of one device, in seconds of ``time.perf_counter``, which all processes of a machine share.
 
-    A task occupies the device from the moment at which it can begin: when the previous task has ended, or when the
-    input that it waits for has arrived. If the worker is late by up to ``forgiven_s`` (because its host was busy), the
-    task still ends as if it had begun in time; if it is later, the task begins when the worker starts it.
-    ``forgiven_s``: the largest forgiven delay.
+    A task begins when the previous one has ended, or its input has arrived. If the worker is late by up to
+    ``forgiven_s`` (because its host was busy), the task still ends as if it had begun in time.
     """
 
     def __init__(

@@ -1,8 +1,7 @@
 """Emulated links over real channels: a message has arrived when both link and channel have delivered it.
 
-The sender stamps the message with its due time on the emulated link and sends it at once; the receiver does not see it
-before that time. So emulated and real transfer times overlap, messages keep their order, and no sender waits. Both ends
-must be on one machine, for a common clock.
+The sender stamps the message with its due time and sends it at once, so emulated and real transfer times overlap. Both
+ends must be on one machine, for a common clock.
 """
 
 from __future__ import annotations
@@ -19,11 +18,7 @@ from morph.runtime.groups.interrupt import Interrupt
 
 
 class OutgoingLink:
-    """The sending end of a link.
-
-    ``times_s``: the time of each message in turn, on a link without other messages. ``wire_s``: the part of that time
-    for which the message occupies the wire.
-    """
+    """The sending end of a link; ``times_s``: of each message on an idle link, ``wire_s``: the part on the wire."""
 
     def __init__(self, channel: Carrier, clock: DeviceClock, times_s: Iterator[float], wire_s: float) -> None:
         self._channel = channel
@@ -62,10 +57,9 @@ class IncomingLink:
 
 
 class IncomingState:
-    """The receiving end of a unit's state: takes the time of the unscaled state on the link, one unit after the other.
+    """The receiving end of a unit's state, which takes the time of its unscaled bytes, one unit after the other.
 
-    ``alarm``: wakes waiting threads. ``seconds_per_byte``: the time for each byte that is really received; the sizes,
-    which are sent first, take no time.
+    ``alarm``: wakes waiting threads; ``seconds_per_byte``: of each byte that is really received.
     """
 
     def __init__(
@@ -88,11 +82,7 @@ class IncomingState:
 
 
 class HeldBack:
-    """A transfer that is done when it has really arrived and is due.
-
-    ``find_due_s``: returns the due time, once the real transfer is done. ``arrived``: called once, with the due time,
-    when the transfer is done.
-    """
+    """A transfer that is done when it has really arrived and is due; then ``arrived`` is called, once."""
 
     def __init__(
         self,

@@ -1,9 +1,8 @@
 """All-reduces of an emulated worker, which are really carried out and take at least the profile's time.
 
-The order is the simulator's: gradients that a section completes are reduced once the last backward of every replica has
-passed it, one after the other, round by round, from the last section to the first; rings of units that several stages
-of a pipeline hold follow, each when all of its stages are free. The members of a ring agree on when each of its parts
-begins: at the latest time that any of them can.
+The order is the simulator's: gradients that a section completes are reduced one after the other, round by round, from
+the last section to the first; then those that several stages of a pipeline hold, when all of these are free. Members of
+a ring begin each part at the latest time that any of them can.
 """
 
 from __future__ import annotations
@@ -33,20 +32,13 @@ Curves = Mapping[int, Curve]
 
 @dataclass(frozen=True)
 class EmulatedRing:
-    """One reduction group, with its remaining time after each section has completed its part.
-
-    ``left_s``: the remaining seconds by section; the key is None if all of it waits for the whole stage, as for units
-    that stages of a pipeline share.
-    """
+    """One reduction group; ``left_s``: remaining seconds by section, None: what waits for the whole stage."""
 
     ring: Ring
     left_s: Mapping[int | None, float]
 
     def run(self, ready_s: Sequence[Sequence[float]]) -> list[float]:
-        """Meet the other members; returns when this ring is done. Raises as ``Interrupt.wait_for``.
-
-        ``ready_s``: when this worker can begin each of the parts of ``left_s``; one row per requested answer.
-        """
+        """Meet the other members; ``ready_s``: when this worker can begin each part, a row per requested answer."""
         begin = torch.tensor(ready_s, dtype=torch.float64)
         self.ring.reduce(begin, dist.ReduceOp.MAX).wait("the other members of an emulated all-reduce")
         rows: list[list[float]] = begin.tolist()
@@ -87,11 +79,10 @@ class EmulatedExecutor(Executor):
 def run_rings(
     rings: Sequence[EmulatedRing], free_s: float, passed_s: Mapping[int, float], late_s: float = 0.0
 ) -> tuple[float, float]:
-    """Run a worker's rings one after the other. Raises as ``Interrupt.wait_for``.
+    """Run a worker's rings in turn; return when they are done, and when they would be if no host were busy.
 
-    ``free_s`` is the end of this worker's last task, ``late_s`` that task's delay by busy hosts, and ``passed_s`` the
-    end of its last backward through each section that has one. Returns when the last ring is done, and when it would be
-    done if busy hosts had delayed no member's tasks.
+    ``free_s``: the end of this worker's last task, ``late_s`` its delay, ``passed_s`` the end of its last backward
+    through each section that has one. Raises as ``Interrupt.wait_for``.
     """
     link_free_s, delays_s = [-math.inf, -math.inf], (0.0, late_s)
     for ring in rings:

@@ -34,11 +34,7 @@ class SectionUnits:
 
 @dataclass(frozen=True)
 class TaskTimes:
-    """The seconds of each of a step's micro-batches, in the order in which the stage runs them.
-
-    ``backward_s`` has a row for each of the stage's sections; it includes the forward of a group that is run again
-    before.
-    """
+    """The seconds of each of a step's micro-batches, in the stage's order; ``backward_s`` has a row per section."""
 
     forward_s: Seconds
     recompute_s: Seconds
@@ -46,11 +42,7 @@ class TaskTimes:
 
 
 class EmulatedStage:
-    """Runs tasks of one stage in one step, as ``morph.runtime.step.stage.Stage`` does.
-
-    ``micro_batches`` are the global numbers of the replica's, and ``key`` is (seed, step). The last stage has no
-    ``message``, and the first no ``gradient``.
-    """
+    """Runs tasks of one stage in one step, as ``morph.runtime.step.stage.Stage`` does; ``key`` is (seed, step)."""
 
     def __init__(
         self,

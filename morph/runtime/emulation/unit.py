@@ -22,11 +22,7 @@ LEARNING_RATE = 1e-3
 
 
 class DeviceMemory:
-    """Counts the memory of one stage against the device's memory.
-
-    ``held_bytes``: parameters, optimizer state and gradients. ``input_bytes``: a micro-batch of which only the stage's
-    input is stored. ``activation_bytes``: one whose activations are kept.
-    """
+    """Counts a stage's bytes against the device's memory: those it holds, and those of each micro-batch."""
 
     def __init__(
         self, limit_bytes: int | None, held_bytes: int, input_bytes: int, activation_bytes: int, extra_bytes: int
@@ -40,10 +36,7 @@ class DeviceMemory:
         self.use(0, 0)
 
     def use(self, num_inputs: int, num_activations: int) -> None:
-        """Count a task that runs while these numbers of inputs and of micro-batches' activations are stored.
-
-        Raises torch.OutOfMemoryError if they exceed the memory, as with a real device's allocator.
-        """
+        """Count a task that runs while so many micro-batches are stored. Raises torch.OutOfMemoryError."""
         kept_bytes = num_inputs * self._input_bytes + num_activations * self._activation_bytes
         needed_bytes = self._held_bytes + kept_bytes + self._extra_bytes
         self.peak_bytes = max(self.peak_bytes, needed_bytes)

@@ -44,12 +44,10 @@ class GroupSpec:
 
 
 def connect_store(host: str, port: int, secret: str = "", limit_s: float = DEFAULT_LIMIT_S) -> Store:
-    """Open a connection to the rendezvous store for one thread, so that a blocked call blocks no other thread.
+    """Open a connection to the rendezvous store for one thread; ``limit_s``: bound of each call.
 
-    ``limit_s``: bound of each call, such as waiting for a key that another member writes.
-
-    The store does not authenticate clients. The run's secret gives the keys a prefix that others cannot guess, so that
-    a worker of another run that uses this port by mistake meets no member.
+    The store does not authenticate clients; the run's secret gives the keys a prefix, so that a worker of another run
+    that uses this port by mistake meets no member.
     """
     return _of_run(_connection(host, port, limit_s), secret)
 
@@ -63,10 +61,9 @@ def _of_run(store: TCPStore, secret: str) -> Store:
 
 
 class KeptConnections:
-    """One worker's connections to the rendezvous store, which successive generations reuse.
+    """One worker's connections to the rendezvous store, opened in advance and reused by successive generations.
 
-    When torch opens a connection, it asks name servers for the name of the address, even of 127.0.0.1, and a lost query
-    costs 5 s. So a connection is opened in advance, and reused if all calls on it have returned.
+    Opening one asks name servers for the address, even of 127.0.0.1, and a lost query costs 5 s.
     """
 
     def __init__(self, host: str, port: int, secret: str = "") -> None:
@@ -155,10 +152,7 @@ def open_device(listen_host: str) -> Device:
 
 
 def form_group(store: Store, spec: GroupSpec, worker: str, device: Device, limit_s: float) -> Group:
-    """Meet the other members; blocks until all are present, at most for the store's limit.
-
-    ``limit_s``: bound of one collective; an abort ends waits long before it.
-    """
+    """Meet the other members; blocks at most for the store's limit. ``limit_s``: bound of one collective."""
     gloo: Any = dist.ProcessGroupGloo  # torch ships no types for the following
     options = gloo._Options()  # the constructor's only way to bind one address
     options._timeout = timedelta(seconds=limit_s)
@@ -242,10 +236,7 @@ def as_bytes(tensor: Tensor) -> Tensor:
 
 
 class Channel:
-    """One direction between two workers: the root sends, the other receives, in order.
-
-    Two of them, one for each direction, may share a group whose two members begin their transfers in one order.
-    """
+    """One direction between two workers: the root sends, in order; both directions may share a group."""
 
     def __init__(
         self, group: Group, sender_rank: int, interrupt: Interrupt, label: str = "channel", name: str = ""
@@ -289,10 +280,7 @@ class Ring(Protocol):
         """Send row i of a contiguous tensor to member i; row i of the received tensor comes from member i."""
 
     def gather(self, gathered: Tensor, own: Tensor) -> Transfer:
-        """Send every member a flat tensor; ``gathered`` receives the tensors of all members in order.
-
-        ``own`` may be at its place in ``gathered``.
-        """
+        """Send every member a flat tensor; ``gathered`` receives those of all members in order."""
 
     def reduce(self, tensor: Tensor, operation: Any) -> Transfer:
         """All-reduce one tensor in place."""
@@ -378,8 +366,7 @@ class GroupSet:
     def form(self, specs: Sequence[GroupSpec], worker: str, listen_host: str, open_store: Callable[[], Store]) -> None:
         """Form every group that ``worker`` belongs to, in the order given (the same on every worker).
 
-        Raises GenerationAborted if aborted meanwhile; the half-formed groups are left behind. Raises PeerLost if a
-        member went away or did not come within the generation's limit.
+        Raises GenerationAborted if aborted meanwhile, PeerLost if a member is not there within the generation's limit.
         """
         mine = [spec for spec in specs if worker in spec.members and len(spec.members) > 1]
         if not mine:

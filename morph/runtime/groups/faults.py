@@ -14,10 +14,7 @@ from morph.contract.faults import Fault, SlowSpell
 
 
 class FaultPlan:
-    """The faults of one worker; with none, ``reach`` does nothing.
-
-    A fault occurs once: the worker does not survive it.
-    """
+    """The faults of one worker, each of which occurs once; with none, ``reach`` does nothing."""
 
     def __init__(self, faults: Sequence[Fault], spells: Sequence[SlowSpell] = ()) -> None:
         self._faults = tuple(faults)

@@ -1,8 +1,4 @@
-"""Waiting that a control thread can end: every blocking wait of a worker goes through an ``Interrupt``.
-
-A generation owns one ``Interrupt``. Completion callbacks (from gloo's threads) ``notify`` it, the
-control lane ``abort``s it, and the training thread waits on it for a condition.
-"""
+"""Waiting that a control thread can end: every wait of a worker goes through its generation's ``Interrupt``."""
 
 from __future__ import annotations
 
@@ -19,10 +15,7 @@ T = TypeVar("T")
 
 
 class Interrupt:
-    """A condition variable with an abort flag.
-
-    ``limit_s``: bound of every wait without its own bound, given by the reshape that formed the generation.
-    """
+    """A condition variable with an abort flag; ``limit_s``: bound of every wait without its own."""
 
     def __init__(self, generation: int, limit_s: float = DEFAULT_LIMIT_S) -> None:
         self.generation = generation
@@ -97,10 +90,9 @@ class Interrupt:
             raise PeerLost(f"generation {self.generation} lost a peer: {self._lost}")
 
     def wait_for(self, ready: Callable[[], bool], what: str, timeout_s: float | None = None) -> float:
-        """Block until ``ready()``; return the seconds waited. Without ``timeout_s``, the generation's limit applies.
+        """Block until ``ready()``, for ``timeout_s`` or the generation's limit; return the seconds waited.
 
-        Raises GenerationAborted if the control lane aborted the generation. Raises PeerLost if a connection failed.
-        Raises WaitTimeout if ``timeout_s`` is over; the error names ``what`` was awaited.
+        Raises GenerationAborted; PeerLost if a connection failed; WaitTimeout, which names ``what``.
         """
         start_s = time.monotonic()
         timeout_s = self.limit_s if timeout_s is None else timeout_s

@@ -1,7 +1,6 @@
 """Closes old groups in the background, because closing one takes 10-100 ms and no morph should wait for that.
 
-Groups of an aborted generation may still have an operation under way that cannot be ended; they are kept, untouched,
-until the operation is over or its time-out has passed. All other groups hold sockets and threads for nothing.
+Those with an operation that cannot be ended are kept until it is over or its time-out has passed.
 """
 
 from __future__ import annotations

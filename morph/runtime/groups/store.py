@@ -22,10 +22,7 @@ TIMEOUT_S = 30.0
 
 
 class StoreHost:
-    """Owns a TCPStore server in a separate process, so that it survives the death of any worker.
-
-    It listens only on ``host``: by default, a TCPStore listens on every interface.
-    """
+    """Owns a TCPStore server in a separate process, which listens only on ``host`` and survives any worker."""
 
     def __init__(self, host: str, port: int = 0) -> None:
         listener = socket.create_server((host, port))

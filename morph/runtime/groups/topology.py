@@ -16,9 +16,8 @@ from morph.runtime.groups.channels import GroupSpec
 class Topology:
     """Groups of one generation, in the global forming order, each unit's reduction group, and the links between stages.
 
-    ``edges`` are the ``groups`` over which stages send, with the sender before the receiver. ``split_units`` are held
-    by several stages of at least one pipeline: they are reduced last, by all workers. ``rounds``: by section, the round
-    of the other units that it completes (:func:`morph.contract.plan.reduction_rounds`).
+    ``edges``: the sender before the receiver. ``split_units``: reduced last, as several stages of a pipeline hold them.
+    ``rounds``: by section, the round of the other units (:func:`morph.contract.plan.reduction_rounds`).
     """
 
     groups: tuple[GroupSpec, ...]
@@ -71,11 +70,9 @@ def moves_of(sources: Sequence[StateSource], salvage: Salvage | None = None) -> 
 
 
 def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
-    """Lay out the groups of a reshape.
+    """Lay out the groups of a reshape, in one order for all workers, so that forming them cannot dead-lock.
 
-    Each worker forms its groups in this one global order, so forming cannot dead-lock: a waiting worker waits for a
-    group that is no later than the one that its peer is forming. The order consists of rounds; no worker forms two
-    groups in one round, so that a long pipeline's groups do not wait for each other from end to end.
+    No worker forms two groups in one round, so that those of a long pipeline do not wait from end to end.
     """
     plan, slots, generation = order.plan, order.slots, order.generation
     groups = [GroupSpec(move_name(generation, *pair), pair) for pair in moves_of(order.sources, order.salvage)]
@@ -108,10 +105,7 @@ def topology(order: ReshapeOrder, units: Sequence[ParameterUnit]) -> Topology:
 
 
 def in_rounds(groups: Sequence[GroupSpec]) -> tuple[GroupSpec, ...]:
-    """Order groups by rounds: each group goes into the first round in which none of its members forms another group.
-
-    In the original order, each stage would wait for the previous one.
-    """
+    """Order groups by rounds: each goes into the first in which none of its members forms another group."""
     busy: dict[str, set[int]] = {}
     rounds: list[list[GroupSpec]] = []
     for group in groups:

@@ -51,11 +51,7 @@ def cause_of(error: BaseException) -> FailureCause:
 
 
 def user_traceback(error: BaseException) -> str:
-    """Return the traceback from the first line of the user's code on, without Morph's own frames; empty if there is
-    none.
-
-    A line of a traced graph stands for the lines from which it was traced.
-    """
+    """Return the traceback from the user's first line on, without Morph's own frames; empty if there is none."""
     frames = _frames(error.__traceback__)
     first = next((index for index, frame in enumerate(frames) if not _is_inside(frame, _TORCH)), None)
     if first is None:
@@ -86,8 +82,8 @@ def _traced_from(link: TracebackType) -> list[traceback.FrameSummary]:
         return []
     node = next((node for node in module.graph.nodes if node.name == name), None)
     stack = str(node.meta.get("stack_trace") or "") if node is not None else ""
-    found = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack)
-    return [traceback.FrameSummary(file, int(number), function) for file, number, function in found]
+    frames = re.findall(r'File "([^"]+)", line (\d+), in (\S+)', stack)
+    return [traceback.FrameSummary(file, int(number), function) for file, number, function in frames]
 
 
 def _is_inside(frame: traceback.FrameSummary, folder: str) -> bool:

@@ -1,8 +1,4 @@
-"""Serves one worker to the current manager; the worker outlives managers.
-
-Orders are carried out one after the other; all other requests are served at once, in parallel. Answers given while
-there was no manager are repeated to the next manager, which asks again.
-"""
+"""Serves one worker to the current manager; the worker outlives managers. Orders are carried out one at a time."""
 
 from __future__ import annotations
 
@@ -26,10 +22,7 @@ OWN_THREADS = "morph-"
 
 
 def end_with_threads() -> None:
-    """From now on, end this process if an error ends one of Morph's threads, so that no thread waits in vain.
-
-    This is for unexpected errors: the threads report expected ones themselves.
-    """
+    """From now on, end this process if an unexpected error ends one of Morph's threads."""
     before = threading.excepthook
 
     def hook(failure: threading.ExceptHookArgs) -> None:
@@ -47,8 +40,7 @@ def end_with_threads() -> None:
 def serve(home: Home, set_up: Callable[[WorkerSetup], Any], *workers: Any) -> None:
     """Call the manager and carry out its orders; does not return. If a thread cannot continue, the process ends.
 
-    ``set_up``: makes the worker when its setup comes, as ``worker.set_up`` does: a ``Worker``, or ``Failed``.
-    ``workers``: the worker, if it is set up already. Without one, nothing is aborted or repeated.
+    ``set_up``: makes the worker, as ``worker.set_up`` does; ``workers``: the worker, if it is set up already.
     """
     end_with_threads()
     held = threading.Event()

@@ -1,7 +1,6 @@
 """A run on one worker without a cluster: the uninterrupted reference that any history must equal bit for bit.
 
-``python -m morph.runtime.process.single JOB --steps N --sections K --micro-batch M --checkpoints DIR`` runs it
-in a process of its own and prints one JSON line per step.
+``python -m morph.runtime.process.single JOB --steps N --sections K --micro-batch M --checkpoints DIR`` runs it.
 """
 
 from __future__ import annotations
@@ -71,9 +70,8 @@ def run_single(
 ) -> Manifest:
     """Train ``steps`` steps, from the job's seed, on one worker; return the manifest of the final checkpoint.
 
-    ``job_path`` is ``path/to/file.py:name``. ``num_sections`` is K, or None for the job's own choice;
-    ``micro_batch_size`` is m, in samples. ``on_step`` is called with (step, loss) after each step. Raises InputError if
-    the job is wrong, and TrainingStopped if training failed.
+    ``num_sections`` is K, or None for the job's own choice; ``on_step`` gets (step, loss). Raises InputError if the job
+    is wrong, and TrainingStopped if training failed.
     """
     with imported_once(job_path):
         return _run_single(job_path, steps, num_sections, micro_batch_size, checkpoint_url, on_step)

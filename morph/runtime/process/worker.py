@@ -72,11 +72,10 @@ _LOOK_S = 0.1
 
 
 def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> int | None:
-    """Lock one of these files and let this process see only that device; the lock ends with the process.
+    """Lock one of these files, each named after a device, and let this process see only that one; return it.
 
-    The files are tried in this order, and each is named after its device; without files, nothing is taken. The process
-    must not have used CUDA before. A process that just died may still hold a lock, so this waits up to ``wait_s``.
-    Returns the descriptor of the locked file, which a worker never closes.
+    Without files, nothing is taken. The process must not have used CUDA before. It waits up to ``wait_s`` for a process
+    that just died.
     """
     deadline_s = time.monotonic() + wait_s
     while slots:
@@ -106,9 +105,7 @@ class OrderKey(NamedTuple):
 
 
 def order_key(order: ReshapeOrder | StepOrder | CommitOrder) -> OrderKey:
-    """Return the identity of an order. A generation is formed at a version, which may be committed before the step from
-    it.
-    """
+    """Return the identity of an order; a generation's version may be committed before the step from it."""
     match order:
         case ReshapeOrder():
             return OrderKey(order.generation, order.version, 0, 0)
@@ -119,10 +116,9 @@ def order_key(order: ReshapeOrder | StepOrder | CommitOrder) -> OrderKey:
 
 
 class OrderMemory:
-    """A worker's last order and answer: a repeated order is not carried out twice.
+    """A worker's last order and answer, for a manager that takes over and repeats it.
 
-    A manager that takes over repeats every order whose answer its predecessor did not record. Orders come one at a
-    time, so a repeated order waits until the first is done, and finds its answer here.
+    Orders come one at a time, so a repeated one waits until the first is done.
     """
 
     def __init__(self) -> None:
@@ -165,10 +161,9 @@ def set_up(setup: WorkerSetup) -> Worker | Failed:
 
 
 class Worker:
-    """A worker that is set up; see the module's docstring.
+    """A worker that is set up; ``start_s``: when that began, by ``time.perf_counter``.
 
-    ``setup`` comes without the parts that are used once: variables and the code's archive. ``folders``: the folder of
-    the job's files here, and the user's folder. ``start_s``: when its setup began, by ``time.perf_counter``.
+    ``setup`` comes without variables and the code's archive; ``folders``: the job's files' here, and the user's.
     """
 
     def __init__(self, setup: WorkerSetup, folders: tuple[str, str], start_s: float) -> None:

@@ -1,10 +1,7 @@
 """Brings a worker's units to the version of a reshape: they are kept, received, loaded or made anew.
 
-Partial sums of an abandoned step follow the units, on the same channels, to the workers that continue them.
-
-Named tensors are a stream of chunks: a header, then the bytes of all tensors. On the host, only small tensors, which
-share a chunk, are copied; others go from their memory to their destination. A device's bytes go through pinned memory,
-a few chunks at a time, so that copies and network overlap and host memory never holds a whole unit.
+Partial sums of an abandoned step follow them. Named tensors are a stream of chunks: a header, then the bytes of all.
+Only small tensors are copied on the host; a device's go through pinned memory, a few chunks at a time.
 """
 
 from __future__ import annotations
@@ -53,9 +50,8 @@ CHUNKS_UNDER_WAY = 4
 class MoveContext:
     """Context of the moves of one worker in one reshape.
 
-    ``make_unit(unit, empty)``: a unit's state at version 0; if ``empty``, without initial numbers, because it is about
-    to be loaded. ``host_copy(version, unit, sha256)``: this worker's copy of a unit that it wrote, if the copy matches
-    the manifest. ``interrupt`` ends the wait for storage, whose bound by file size is in ``rules``.
+    ``make_unit(unit, empty)``: at version 0; ``empty``: about to be loaded. ``host_copy(version, unit, sha256)``: this
+    worker's copy of a unit that it wrote. ``interrupt``: ends the wait for storage, bounded by ``rules``.
     """
 
     worker: str
@@ -82,8 +78,7 @@ class MoveContext:
 def start_sending(sources: Sequence[StateSource], context: MoveContext) -> list[Transfer]:
     """Start sending every unit and sum that others get from this worker: see ``send_tensors``.
 
-    Two workers may exchange units, so each worker receives before it waits for its own units to leave. Raises
-    CheckpointError as in ``take_units``, when it reads for others.
+    Each worker receives before it waits for these to leave. Raises CheckpointError as ``take_units``.
     """
     pending: list[Transfer] = []
     requested = [source for source in sources if source.peer == context.worker]
@@ -99,8 +94,8 @@ def start_sending(sources: Sequence[StateSource], context: MoveContext) -> list[
         if entry.holder == context.worker:
             held = held_sum(entry.sum, context.sums)
             text = json.dumps([loss.model_dump() for loss in held.losses]).encode()
-            told = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-            pending += _send({**held.tensors, _LOSSES: told}, context, entry.receiver)
+            encoded = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+            pending += _send({**held.tensors, _LOSSES: encoded}, context, entry.receiver)
     return pending
 
 
@@ -116,18 +111,15 @@ def take_sums(context: MoveContext) -> tuple[list[HeldSum], int]:
             tensors, size = receive_tensors(context.channel(entry.holder, context.worker), _HOST)
             num_bytes += size
             losses = json.loads(bytes(tensors.pop(_LOSSES).tolist()))
-            told = tuple(MicroBatchLoss.model_validate(loss) for loss in losses)
-            received.append(HeldSum(entry.sum, tensors, told))
+            decoded = tuple(MicroBatchLoss.model_validate(loss) for loss in losses)
+            received.append(HeldSum(entry.sum, tensors, decoded))
     return received, num_bytes
 
 
 def send_in_background(
     sources: Sequence[StateSource], context: MoveContext, interrupt: Interrupt
 ) -> Callable[[], None]:
-    """Prepare units for peers in a thread and send them; calling the result blocks until all have left.
-
-    So a worker sends and receives at the same time. The result raises as ``Interrupt.wait_for``.
-    """
+    """Prepare units for peers in a thread and send them; calling the result blocks until all have left."""
     started = interrupt.start(partial(start_sending, sources, context), "send")
 
     def wait() -> None:
@@ -141,8 +133,7 @@ def send_in_background(
 def take_units(sources: Sequence[StateSource], context: MoveContext) -> tuple[dict[str, UnitState], int]:
     """Collect this worker's units at the wanted version; returns them and the bytes received from peers.
 
-    Raises CheckpointError if a checkpoint is incomplete or damaged, or storage does not answer; GenerationAborted or
-    PeerLost if the generation ended meanwhile.
+    Raises CheckpointError if one is damaged or storage does not answer; GenerationAborted, PeerLost.
     """
     units: dict[str, UnitState] = {}
     received_bytes = 0
@@ -173,10 +164,9 @@ def take_units(sources: Sequence[StateSource], context: MoveContext) -> tuple[di
 
 
 def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[tuple[Mapping[str, Tensor], bool]]:
-    """Yield units of the reshape's version in this order: this worker's own copies of what it wrote, else from storage.
+    """Yield units in this order, from this worker's own copies or storage, with whether their memory is unshared.
 
-    Each comes with whether its memory is unshared. While one is loaded, the next ``NUM_PREFETCHED`` are read and
-    checked.
+    While one is loaded, the next ``NUM_PREFETCHED`` are read and checked.
     """
     if not units:
         return
@@ -227,17 +217,14 @@ def chunks(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def send_tensors(tensors: Mapping[str, Tensor], carrier: Carrier, interrupt: Interrupt) -> list[Transfer]:
-    """Start sending tensors, which may not change before they have left.
-
-    Returns at once for tensors on the host. For tensors on a device it returns when they have left.
-    """
+    """Start sending tensors, which may not change until they have left; waits for those on a device."""
     header, names = layout(tensors)
     flat = [as_bytes(tensors[name].detach().contiguous()) for name in names if tensors[name].numel()]
     text = torch.frombuffer(bytearray(header), dtype=torch.uint8)
     pending = [carrier.transfer(torch.tensor([len(header)])), carrier.transfer(text)]
     under_way: deque[Transfer] = deque()
     for pieces in _pieces(flat):
-        staging = next((found for piece in pieces if (found := staging_for(piece.device)) is not None), None)
+        staging = next((staging_of for piece in pieces if (staging_of := staging_for(piece.device)) is not None), None)
         while under_way and (staging is None or len(under_way) >= CHUNKS_UNDER_WAY):  # the next waits for its turn
             under_way.popleft().wait("a part of a unit's state to leave")
         if staging is None:
@@ -250,10 +237,7 @@ def send_tensors(tensors: Mapping[str, Tensor], carrier: Carrier, interrupt: Int
 
 
 def receive_tensors(carrier: Carrier, device: torch.device) -> tuple[dict[str, Tensor], int]:
-    """Receive the tensors of ``send_tensors``; return them, in new memory on a device, and their size in bytes.
-
-    Raises GenerationAborted, PeerLost or WaitTimeout if they did not arrive.
-    """
+    """Receive the tensors of ``send_tensors``, and their size in bytes. Raises as ``Interrupt.wait_for``."""
     size = torch.zeros(1, dtype=torch.int64)
     carrier.transfer(size).wait("the size of a unit's header")
     text = torch.empty(int(size), dtype=torch.uint8)

@@ -1,12 +1,9 @@
 """Sums of one parameter unit's gradients, and of changes to its buffers, over the micro-batches of a step.
 
-Two kinds behind one interface: ``ExactAccumulator`` (64-bit fixed point) and ``FastAccumulator`` (ordinary floating
-point). Sums are on the device of the gradients, and nothing waits for the device before ``finish``. A step uses a fresh
-accumulator, so that a reduction left behind by an aborted generation cannot write into one that is in use. A micro-
-batch's change to a buffer is a number that is summed as gradients are.
-
-A complex number is summed as two real ones. A parameter without a gradient in the whole mini-batch gets no mean
-gradient, as in plain PyTorch: optimizers skip it, but with zeros they would decay and move it.
+``ExactAccumulator`` uses 64-bit fixed point, ``FastAccumulator`` ordinary floating point. Sums are on the device of the
+gradients, and nothing waits for it before ``finish``. A step uses a fresh accumulator, so that a reduction left behind
+cannot write into one in use. A complex number is summed as two real ones. A parameter without a gradient in the whole
+mini-batch gets none, as in plain PyTorch: optimizers skip it.
 """
 
 from __future__ import annotations
@@ -36,11 +33,9 @@ _EXACT_IN_FLOAT64 = 2**52
 
 @dataclass(frozen=True)
 class Reduced:
-    """Mean gradients of one unit over the whole mini-batch, and mean changes of its buffers, held until the commit.
+    """Mean gradients of one unit over the mini-batch, and mean changes of its buffers, held until the commit.
 
-    ``gradients`` lacks parameters without a gradient in the whole mini-batch. ``exponents`` are the scales of the next
-    step; ``overflowed`` requests a redo with them. ``non_finite``: there are no gradients, because one is NaN or
-    infinite; the step must be skipped.
+    ``exponents`` are the scales of the next step, or if ``overflowed`` of this one again; ``non_finite``: skip it.
     """
 
     gradients: Mapping[str, Tensor]
@@ -50,11 +45,10 @@ class Reduced:
 
 
 class Accumulator(ABC):
-    """Sums gradients of one unit, part by part.
+    """Sums gradients of one unit, part by part, in ``memory`` on their device.
 
-    ``like`` has the shape, type and device of each mean, by name; ``memory``, for the sums, is on the gradients'
-    device. ``loss_scale`` is a factor in the gradients that is removed from the means. ``changes`` names buffers'
-    changes, which are not gradients: they have no loss scale, and are zero if nothing was added.
+    ``like``: shape, type and device of each mean, by name. ``loss_scale``: a factor that is removed from the means.
+    ``changes``: names of buffers' changes, which have no loss scale, and are zero if nothing was added.
     """
 
     allows_non_finite: bool
@@ -99,10 +93,7 @@ class Accumulator(ABC):
 
     @property
     def largest(self) -> Tensor:
-        """Return magnitudes (float64); members of a ring must know the largest of each over all members.
-
-        They are negative if nothing was added; those of fast sums show only whether something was added.
-        """
+        """Return magnitudes (float64), negative if nothing was added, of which a ring needs the largest."""
         return self._largest
 
     @property
@@ -112,10 +103,9 @@ class Accumulator(ABC):
 
     @abstractmethod
     def mean(self, part: UnitPart, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
-        """Compute mean gradients of a range of a part.
+        """Compute mean gradients of a range of a part into a flat tensor of its ``mean_dtype``.
 
-        ``sums``: sums of each member in this range: (members, elements), possibly with padding after the part.
-        ``into``: flat, of as many elements, in the part's ``mean_dtype``, on the device of ``sums``.
+        ``sums``: (members, elements), possibly with padding after the part.
         """
 
     @abstractmethod
@@ -135,10 +125,7 @@ class Accumulator(ABC):
         return self._reduced_by is not None
 
     def partial(self) -> dict[str, Tensor] | None:
-        """Return the present sum, over all members if it is reduced, for ``merge`` into another accumulator.
-
-        None if a gradient in it does not fit.
-        """
+        """Return the present sum, of all members if reduced, for ``merge``; None if a gradient in it does not fit."""
         tensors = {"largest": self._known_largest}
         for number, part in enumerate(self.parts):
             sums = part.sums
@@ -159,10 +146,7 @@ class Accumulator(ABC):
         torch.maximum(self._largest, moved(partial["largest"], self._largest.device), out=self._largest)
 
     def finish(self, num_micro_batches: int, step: int) -> Reduced:
-        """Return mean gradients: of all members' sums if a ring has made them, else of this worker's sums.
-
-        Raises NonFiniteGradient if one is not finite, unless ``allows_non_finite``; the error names step and parameter.
-        """
+        """Return mean gradients, from the ring or this worker's sums. Raises NonFiniteGradient, unless allowed."""
         return finish_all({"": self}, num_micro_batches, step)[""]
 
     def make_means(self, num_micro_batches: int) -> None:
@@ -205,11 +189,7 @@ class Accumulator(ABC):
 
 
 class ExactAccumulator(Accumulator):
-    """Fixed-point sums in int64; see ``Accumulator`` and docs/decisions/0001.
-
-    The scales (``exponents``, for ``num_contributions``) are for gradients without the loss scale, which is removed
-    when a gradient is rounded.
-    """
+    """Fixed-point sums in int64; see ``Accumulator`` and docs/decisions/0001. The scales are without the loss scale."""
 
     def __init__(
         self,
@@ -340,8 +320,7 @@ class FastAccumulator(Accumulator):
     def mean(self, part: UnitPart, sums: Tensor, first: int, num_micro_batches: int, into: Tensor) -> None:
         """See ``Accumulator.mean``: members' sums are added in their order.
 
-        On a processor, the first element of each tensor's part of the range tells whether the whole part is finite, so
-        other members need not check the rest.
+        On a processor, only the first element of a tensor's range tells whether all are finite.
         """
         total = into if into.dtype == sums.dtype else torch.empty_like(sums[0])
         on_processor, seen = sums.device.type == "cpu", 0.0
@@ -443,10 +422,7 @@ def change_like(buffer: Tensor, *, exact: bool) -> Tensor:
 
 
 def apply_change(name: str, buffer: Tensor, change: Tensor) -> None:
-    """Change a buffer in place by the mean change of a step's micro-batches; integers change by whole numbers.
-
-    Raises JobError if an integer changes by more than float64 can hold exactly.
-    """
+    """Change a buffer in place by the mean change of a step. Raises JobError if float64 cannot hold an integer's."""
     with torch.no_grad():
         if buffer.is_floating_point() or buffer.is_complex():
             buffer.copy_(buffer.to(torch.complex128 if buffer.is_complex() else torch.float64) + change)

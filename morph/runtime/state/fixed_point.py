@@ -1,8 +1,7 @@
 """Sums gradients in 64-bit fixed point, so that the sum does not depend on the order (docs/decisions/0001).
 
-A tensor's scale is an exponent e: a gradient g is stored as round(g * 2**e) in int64. Scaling by a power of two is
-exact in floating point, and integer addition is associative, so sums over micro-batches, replicas and tied sections
-have the same bits in every shape.
+A gradient g is stored as round(g * 2**e) in int64, with an exponent e for each tensor: scaling by a power of two is
+exact, and integer addition is associative, so sums have the same bits in every shape.
 """
 
 from __future__ import annotations
@@ -55,10 +54,7 @@ def first_exponent(num_contributions: int) -> int:
 
 
 def next_exponent(exponent: int, largest: float, num_contributions: int) -> int:
-    """Return the scale exponent for the next step, from the largest magnitude of any contribution to this step.
-
-    The exponent depends only on shape-independent numbers. A tensor with zero gradients keeps its scale.
-    """
+    """Return the next step's scale exponent, from this step's largest magnitude; zero gradients keep the scale."""
     if largest == 0.0:
         return exponent
     _, bits = math.frexp(largest)  # largest < 2**bits
@@ -77,8 +73,7 @@ def fits(exponent: int, largest: float, num_contributions: int) -> bool:
 class FixedSum:
     """One tensor's fixed-point sums (``total``, flat int64), and their addresses on the host for the compiled loops.
 
-    ``largest``, a float64 of shape (1,) on the same device, grows to the largest magnitude, NaN if one is NaN;
-    negative: nothing was added before. ``addresses`` of both are requested once, not for each gradient.
+    ``largest``: float64 of shape (1,), on the same device: a magnitude, NaN if one is, negative before the first.
     """
 
     total: Tensor
@@ -96,13 +91,11 @@ def fixed_sum(total: Tensor, largest: Tensor, exponent: int) -> FixedSum:
 def add_fixed(sums: Sequence[FixedSum], gradients: Sequence[Tensor], is_first: Sequence[bool]) -> None:
     """Round gradients to int64 at their scales, add each to its sums, and keep the largest magnitudes.
 
-    Nothing waits for the device. If a value is too large for a scale, or not finite, the sum is undefined, and
-    ``largest`` shows this. ``sums``: sums on one device, in separate memory. ``gradients``: real numbers of any
-    floating type, as many as in their sums.
+    All are on one device, of equal sizes. If a value does not fit, the sum is undefined, and ``largest`` shows it.
     """
     if sums and sums[0].addresses is not None:
-        for one, gradient, first in zip(sums, gradients, is_first, strict=True):
-            _add_on_processor(one, gradient, first)
+        for fixed, gradient, first in zip(sums, gradients, is_first, strict=True):
+            _add_on_processor(fixed, gradient, first)
         return
     flat = [gradient.detach().reshape(-1) for gradient in gradients]
     fused = _fused(sums[0].total.device) if sums else None
@@ -140,9 +133,7 @@ def _add_by_torch(fixed: FixedSum, values: Tensor) -> None:
 def from_fixed(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int, into: Sequence[Tensor]) -> None:
     """Turn fixed-point sums into mean gradients: total * 2**-e / divisor, in float64, then in the type of ``into``.
 
-    ``totals`` are, for each tensor, int64 of shape (members, elements), to be added over the members; all are on one
-    device, with contiguous elements. ``divisor`` is N. ``into`` are flat, of as many elements, of one type, on that
-    device.
+    ``totals``: int64 (members, elements), contiguous, to be added over members; ``divisor``: N; ``into``: flat.
     """
     if into and into[0].dtype in _LOOPED:
         fused = _fused(into[0].device)
@@ -163,10 +154,9 @@ def _mean_by_torch(totals: Tensor, exponent: int, divisor: int, into: Tensor) ->
 
 
 def to_fixed(means: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
-    """Find sums that ``from_fixed`` turns into these means, bit for bit. They exist, since each mean comes from a sum.
+    """Find sums that ``from_fixed`` turns into these means (flat), bit for bit, into int64 of as many elements.
 
-    The product is off by at most a few roundings: one of its neighbours is such a sum. ``means``: Flat; made by
-    ``from_fixed`` with the same exponent and divisor. ``into``: int64, of as many elements.
+    The product is off by at most a few roundings: one of its neighbours is such a sum.
     """
     scale = 2.0**-exponent / divisor
     guess = (means.to(torch.float64) / scale).round_()
@@ -180,10 +170,7 @@ def to_fixed(means: Tensor, exponent: int, divisor: int, into: Tensor) -> None:
 
 @cache
 def _fused(device: torch.device) -> ModuleType | None:
-    """Return one Triton kernel for each pass, for a CUDA device on which they give the same bits as torch's kernels.
-
-    None if they give other bits or cannot be compiled: torch's kernels do the same, more slowly.
-    """
+    """Return one Triton kernel for each pass, if they give the same bits as torch's kernels on a device, else None."""
     if device.type != "cuda":
         return None
     try:

@@ -1,9 +1,7 @@
 """The two passes over fixed-point sums as kernels of Triton, for devices that support it (docs/decisions/0001).
 
-``fixed_point`` calls them in place of four to eight torch kernels for each tensor, with intermediate results in memory.
-One call takes up to ``TENSORS`` tensors: a section's gradients, or a part's means. The results have the same bits, and
-those of one tensor do not depend on the others. This module is imported only if Triton is present: torch's builds for
-GPUs include it.
+One call takes up to ``TENSORS`` tensors, in place of four to eight of torch's kernels for each, with the same bits.
+This module is imported only if Triton is present.
 """
 
 from __future__ import annotations
@@ -55,34 +53,33 @@ def _place(nums, size: tl.constexpr):
 
 @triton.jit
 def _of(which, each):
-    found = each[0]
+    chosen = each[0]
     for index in tl.static_range(1, len(each)):
-        found = tl.where(which == index, each[index], found)
-    return found
+        chosen = tl.where(which == index, each[index], chosen)
+    return chosen
 
 
 @triton.jit
 def _add(sums, values, largest, scales, scales_too, nums, is_first, size: tl.constexpr):
     """Add the values of several tensors times both scales, rounded to even, and keep the largest magnitudes' bits.
 
-    Both scales are powers of two. Floats that are not negative are ordered as their bits, NaN after infinity. Values
-    below the power of two from which floats are whole are rounded, to even, by adding and subtracting that power.
+    Values below the power of two from which floats are whole are rounded by adding and subtracting that power.
     """
     which, places = _place(nums, size)
     total = _of(which, sums)
     there = places < _of(which, nums)
-    found = tl.load(_of(which, values) + places, mask=there, other=0.0)
-    whole = 4503599627370496.0 if found.dtype == tl.float64 else 8388608.0
-    if found.dtype != tl.float64:
-        found = found.to(tl.float32)
-    scaled = found * _of(which, scales) * _of(which, scales_too)
+    loaded = tl.load(_of(which, values) + places, mask=there, other=0.0)
+    whole = 4503599627370496.0 if loaded.dtype == tl.float64 else 8388608.0
+    if loaded.dtype != tl.float64:
+        loaded = loaded.to(tl.float32)
+    scaled = loaded * _of(which, scales) * _of(which, scales_too)
     size_of = tl.abs(scaled)
     rounded = tl.where(size_of < whole, (size_of + whole) - whole, size_of)
     rounded = tl.where(scaled < 0, -rounded, rounded)
     is_added_to = there & (tl.zeros_like(places) == is_first)
     before = tl.load(total + places, mask=is_added_to, other=0)
     tl.store(total + places, before + rounded.to(tl.int64), mask=there)
-    bits = tl.abs(found).to(tl.float64).to(tl.int64, bitcast=True)
+    bits = tl.abs(loaded).to(tl.float64).to(tl.int64, bitcast=True)
     tl.atomic_max(_of(which, largest), tl.max(bits, 0))
 
 

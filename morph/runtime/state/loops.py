@@ -115,12 +115,9 @@ _LOCK = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Loops:
-    """Both loops for one type.
+    """Both loops for one type: ``add`` and ``mean``; they take addresses of arrays, and their sizes.
 
-    ``add``: takes the addresses of sums and of gradients, their number, the scale, the address of the largest
-    magnitude, and whether to overwrite the sums. Without its sign bit, a float's bits are ordered as its magnitude:
-    infinity, then NaN last. ``mean``: takes the address of the first row of sums, the numbers of rows and of columns,
-    the distance of two rows in sums, the scale, and the address of the means.
+    Without its sign bit, a float's bits are ordered as its magnitude: infinity, then NaN last.
     """
 
     add: Callable[..., None]
@@ -128,10 +125,7 @@ class Loops:
 
 
 def compile_loops(dtype: torch.dtype) -> Loops:
-    """Compile both loops for gradients and means of this type, float32 or float64.
-
-    Raises RuntimeError if LLVM does not know this processor, or refuses the text.
-    """
+    """Compile both loops for float32 or float64. Raises RuntimeError if LLVM does not know this processor."""
     with _LOCK:
         llvm.initialize_native_target()
         llvm.initialize_native_asmprinter()

@@ -33,8 +33,7 @@ _SHOWN = 3
 class ModelState:
     """Names of a job's state_dict, and initial ``values`` by kept name, made by the job's model.
 
-    ``model`` has no memory for its weights where that is possible. ``kept`` has, by every name, the first name of the
-    same tensor, under which tied parameters are kept. ``trainable``: kept names of parameters that require a gradient.
+    ``kept``: by every name, the first name of the same tensor; ``trainable``: kept names that require a gradient.
     """
 
     model: nn.Module
@@ -75,10 +74,7 @@ def export_state(job: Job, checkpoint_url: str, manifest: Manifest) -> dict[str,
 
 
 def export_pretrained(job: Job, checkpoint_url: str, manifest: Manifest) -> tuple[nn.Module, dict[str, Tensor]]:
-    """Collect the arguments of the model's own ``save_pretrained(folder, state_dict=...)``.
-
-    For a model with adapters (peft) these are only trained tensors: no frozen weight is read.
-    """
+    """Collect the arguments of ``save_pretrained(folder, state_dict=...)``; for adapters (peft), trained tensors."""
     state = model_state(job)
     if not callable(getattr(state.model, "save_pretrained", None)):
         raise wrong_job(
@@ -97,10 +93,7 @@ def export_pretrained(job: Job, checkpoint_url: str, manifest: Manifest) -> tupl
 def _under_each_name(
     state: ModelState, trained: Mapping[str, Tensor], frozen: Mapping[str, Tensor], names: Mapping[str, str]
 ) -> dict[str, Tensor]:
-    """Return the tensors kept under these names: trained, given to the run, or made by the job's model.
-
-    Tied names have the same tensor. ``save_pretrained`` and ``torch.save`` write such a tensor once.
-    """
+    """Return the tensors kept under these names: trained, given to the run, or made by the job's model."""
     whole: dict[str, Tensor] = {}
     for name in dict.fromkeys(names.values()):
         held = next(found for found in (trained, frozen, state.values) if name in found)[name]
@@ -140,9 +133,8 @@ def _trained(job: Job, state: ModelState, checkpoint_url: str, manifest: Manifes
 class ImportRules:
     """Rules that map a file's entries to those of a job's model; all patterns are regular expressions.
 
-    Each of ``renames`` in turn replaces every match of its pattern in an entry's name with its text. ``skip`` and
-    ``fresh`` match whole names: of entries, as in the file, to leave out; of parameters that may be missing, as the
-    job's model makes them.
+    Each of ``renames`` in turn replaces every match in an entry's name. ``skip`` and ``fresh`` match whole names: of
+    entries to leave out, and of parameters that may be missing.
     """
 
     renames: tuple[tuple[re.Pattern[str], str], ...] = ()
@@ -213,9 +205,8 @@ class StoredRun:
 class ImportedParameters:
     """A file's parameters and buffers for a cut model, checked by names, shapes, types and tied names; read one by one.
 
-    The job's model initialises the ``fresh`` parameters, and buffers that the forward writes if they are absent.
-    ``unused`` parameters are left out, because the loss does not depend on them. ``frozen`` names untrained entries
-    that differ from the job's model.
+    The job's model initialises those that are ``fresh``, and absent buffers that the forward writes. ``unused`` ones
+    are left out; ``frozen`` names untrained entries that differ from the job's model.
     """
 
     def __init__(
@@ -259,10 +250,7 @@ class ImportedParameters:
         return iter(self._model.parameter_specs)
 
     def give_optimizer_state(self, state: UnitState) -> None:
-        """Give a unit's new optimizer the state of the run's optimizer; parameters that the run lacks begin anew.
-
-        Raises InputError if the run has another optimizer.
-        """
+        """Give a unit's optimizer the run's state, as far as it has one. Raises InputError for another optimizer."""
         assert isinstance(self._file, StoredRun)
         tensors: dict[tuple[str, str], Tensor] = {}
         plain: dict[str, Any] = {}

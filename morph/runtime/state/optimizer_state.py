@@ -1,7 +1,4 @@
-"""Converts the state of any optimizer, and of its learning-rate schedule, to named tensors and plain numbers.
-
-Hyperparameters and counters go through JSON and come back with the same types and bits. A state includes its job's
-settings of optimizer and schedule, so that a changed job's settings apply (``load_settings``)."""
+"""Converts the state of any optimizer, and of its schedule, to named tensors and plain numbers, with the same bits."""
 
 from __future__ import annotations
 
@@ -39,19 +36,14 @@ _KIND = "~"
 
 
 def prepare_torch() -> None:
-    """Load the modules that torch would load with a process's first optimizer and backward; no thread is started.
-
-    These modules are torch's compiler, although nothing is compiled, and take a second of processor time
-    (docs/benchmarks.md).
-    """
+    """Load the modules that torch loads with the first optimizer and backward: a second of processor time."""
     SGD([Parameter(torch.zeros(1))])
 
 
 def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Parameter]) -> Optimizer:
-    """Call the job's factory for some parameters. A unit of buffers has none, and needs no call.
+    """Call the job's factory for some parameters; a unit of buffers has none, and needs no call.
 
-    Raises JobError if the factory returns no optimizer, or several, or an optimizer that must evaluate the loss itself;
-    or it makes one of none of these parameters.
+    Raises JobError unless it returns one optimizer of these parameters that does not evaluate the loss itself.
     """
     if not parameters:
         return SGD([{"params": []}])
@@ -78,8 +70,7 @@ def build_optimizer(make_optimizer: MakeOptimizer, parameters: Mapping[str, Para
 def build_scheduler(make_scheduler: MakeScheduler, optimizer: Optimizer) -> LRScheduler:
     """Call the job's factory for one optimizer.
 
-    Raises JobError if the factory returns no scheduler, one whose step needs a metric, or one whose state is not plain
-    numbers.
+    Raises JobError for no scheduler, one that needs a metric, or one whose state is not plain numbers.
     """
     scheduler = make_scheduler(optimizer)
     if not isinstance(scheduler, LRScheduler):
@@ -95,11 +86,7 @@ def build_scheduler(make_scheduler: MakeScheduler, optimizer: Optimizer) -> LRSc
 def build_both(
     make_optimizer: MakeOptimizer, make_scheduler: MakeScheduler | None, parameters: Mapping[str, Parameter]
 ) -> tuple[Optimizer, LRScheduler | None, dict[str, Any], bool]:
-    """Build an optimizer and its schedule.
-
-    Returned with them: the job's settings of both as plain values, and whether the optimizer may step together with
-    others.
-    """
+    """Build an optimizer and its schedule; return also their settings as plain values, and ``is_elementwise``."""
     optimizer = build_optimizer(make_optimizer, parameters)
     groups, joins = group_numbers(optimizer), is_elementwise(optimizer)
     scheduler = build_scheduler(make_scheduler, optimizer) if make_scheduler and parameters else None
@@ -124,20 +111,14 @@ def _needs_argument(thing: Optimizer | LRScheduler) -> bool:
 
 
 def is_elementwise(optimizer: Optimizer) -> bool:
-    """Return whether an optimizer may step together with others: it is torch's, and the job does not hook its steps.
-
-    Call this before the optimizer gets a schedule, which wraps its ``step``.
-    """
+    """Return whether an optimizer may step with others: torch's own, not hooked. Call it before adding a schedule."""
     own = vars(optimizer)
     watched = "step" in own or own.get("_optimizer_step_pre_hooks") or own.get("_optimizer_step_post_hooks")
     return type(optimizer) in _ELEMENTWISE and not watched
 
 
 def step_together(optimizers: Sequence[Optimizer]) -> None:
-    """Let optimizers step in one call; ``is_elementwise`` must hold for all, and ``kernels_of`` must be the same.
-
-    All their parameters have gradients, and all have stepped before.
-    """
+    """Let optimizers step in one call; ``is_elementwise`` holds for all, and ``kernels_of`` is the same."""
     if len(optimizers) < 2:
         for optimizer in optimizers:
             optimizer.step()
@@ -145,7 +126,7 @@ def step_together(optimizers: Sequence[Optimizer]) -> None:
     groups: list[dict[str, Any]] = []
     for group in (group for optimizer in optimizers for group in optimizer.param_groups):
         settings = _settings(group)
-        same = next((one for one in groups if _settings(one) == settings), None)
+        same = next((others for others in groups if _settings(others) == settings), None)
         if same is None:
             groups.append(same := {**settings, "params": []})
         same["params"].extend(group["params"])
@@ -158,10 +139,9 @@ def step_together(optimizers: Sequence[Optimizer]) -> None:
 
 
 def kernels_of(optimizer: Optimizer) -> Any:
-    """Return the facts, besides settings, on which an optimizer's choice of kernels depends; None: it steps alone.
+    """Return the facts, after a step, on which an optimizer's choice of kernels depends; None: it steps alone.
 
-    Torch chooses for all tensors of a group, so a group may only have tensors with equal type, device, layout and
-    entries of state. Call this after a step, while the gradients are still present.
+    Torch chooses for all tensors of a group, so these must have equal type, device, layout and entries of state.
     """
     kernels = set()
     for group in optimizer.param_groups:
@@ -210,11 +190,7 @@ def load_optimizer_state(
     *,
     for_good: bool = False,
 ) -> None:
-    """Load a state, the result of ``optimizer_state``; the tensors are copied to the devices that the optimizer uses.
-
-    ``for_good``: nothing else uses the tensors' memory, so a tensor that is on its device already is used without a
-    copy.
-    """
+    """Load the result of ``optimizer_state``; ``for_good``: nothing else uses the tensors' memory."""
     optimizer.state.clear()
     groups = {id(parameter): group for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in parameters.items():
@@ -257,9 +233,8 @@ def load_settings(
 ) -> None:
     """Load the saved groups and schedule, except for settings that the job has changed since then.
 
-    A schedule of another job, or of changed code, is advanced as if it had been used from the beginning. ``numbers``
-    has the saved ``groups`` and ``scheduler``, ``said`` of the job that saved them, and ``num_applied`` steps; the
-    argument ``said`` has this job's settings, from ``build_both``, and everything else on which they depend.
+    A changed schedule is advanced as if it had been used from the beginning. ``numbers``: what the job saved, and what
+    it ``said``; the argument ``said``: this job's settings, from ``build_both``, and what they depend on.
     """
     before = numbers.get("said")
     if before is None or not says_otherwise(numbers, said):
@@ -324,8 +299,7 @@ def _wrong(field: str, message: str, value: object, allowed: str) -> JobError:
 def to_plain(value: Any, tensors: list[Tensor] | None = None) -> Any:
     """Write a value with JSON's types; tuples, dicts, counters and tensors of one number are marked.
 
-    Other tensors are appended to ``tensors``, if that is given. Raises ValueError if a value cannot be written; the
-    error names its type.
+    Other tensors are appended to ``tensors``, if given. Raises ValueError naming a type that cannot be written.
     """
     if value is None or isinstance(value, bool | int | float | str):
         return value

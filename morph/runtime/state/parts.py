@@ -53,12 +53,12 @@ class Memory:
         alike = [block for block in self._free if (block.dtype, block.device) == (dtype, device)]
         fits = [block for block in alike if len(block) >= size]
         if self._is_tight and not fits:
-            for one in alike:
-                self.used.pop(one.data_ptr(), None)  # meta tensors have no address
-            self._free = [one for one in self._free if all(one is not other for other in alike)]
+            for buffer in alike:
+                self.used.pop(buffer.data_ptr(), None)  # meta tensors have no address
+            self._free = [buffer for buffer in self._free if all(buffer is not other for other in alike)]
             alike.clear()
         block = min(fits, key=len) if fits else torch.empty(size, dtype=dtype, device=device)
-        self._free = [one for one in self._free if one is not block]
+        self._free = [buffer for buffer in self._free if buffer is not block]
         self.used[block.data_ptr()] = block
         return block[:size]
 
@@ -68,10 +68,7 @@ class Memory:
 
 
 class UnitPart:
-    """Tensors of one unit whose means have one type; their sums, of ``reals``, are consecutive in memory.
-
-    ``like``: shape and type of each mean. ``dtype``: type of the sums.
-    """
+    """Tensors of one unit whose means have one type; their sums (``dtype``) are consecutive in memory."""
 
     def __init__(self, names: tuple[str, ...], like: Mapping[str, Tensor], dtype: torch.dtype, memory: Memory) -> None:
         self.names = names

@@ -1,11 +1,8 @@
 """Reduces sums over the workers that share them, while these still compute.
 
-Each worker turns its share of a part into mean gradients: shares of the sums are sent to their workers (8 bytes for
-each parameter of exact sums), and means come back (4 bytes). An all-reduce of the sums would send 16. The sums
-themselves do not change, so that a worker still has its own if the step is abandoned.
-
-A ring of gloo uses host memory, to which a device's sums are copied first; in a ring of devices, sums stay on the
-device.
+Each worker turns its share of a part into means: it gets 8 bytes for each parameter of exact sums, and sends 4, where
+an all-reduce of sums would send 16. The sums do not change, so that a worker has its own if the step is abandoned. In a
+ring of devices, they stay on the device.
 """
 
 from __future__ import annotations
@@ -44,10 +41,7 @@ SHARE_BYTES = 256 * 1024
 
 @dataclass(eq=False)
 class _Unit:
-    """One accumulator that is reduced over one ring.
-
-    ``staging``: the staging of its device; None for the host or a ring of devices. ``ready``: the event after its sums.
-    """
+    """One accumulator that is reduced over one ring; ``staging``: if its sums are copied from a device."""
 
     accumulator: Accumulator
     ring: Ring
@@ -169,7 +163,7 @@ class _Piece:
             if on_host and self.unit.accumulator.marks_non_finite:
                 length = len(self.means) // self.ring.size
                 shares = range(self.first, self.first + len(self.means), length)
-                ranges = [one for first in shares for one in self.part.tensors_between(first, first + length)]
+                ranges = [span for first in shares for span in self.part.tensors_between(first, first + length)]
                 means = self.means[[begin - self.first for _, begin, _ in ranges]]
                 sums = self.unit.sums_of_means
                 sums[self.part] = sums.get(self.part, 0.0) + float(means.sum())
@@ -182,12 +176,9 @@ class _Piece:
 class Reduction:
     """The reductions of one step, begun in the order in which they are ``put``, which all members of a ring share.
 
-    They run piece by piece in a thread of their own, so that they continue while the order lane computes. Each waits
-    for its means only after the sums of the next one of its ring were sent: links are never idle, and all members send
-    in the same order. In a ring of devices, threads wait only for the means of the last piece but one: later work is
-    enqueued after each operation. For other rings, sums on a device are first copied to pinned memory while the device
-    computes: a few pieces at a time, so that they take little of that memory, and messages between stages wait only for
-    these. ``memory``: memory for received sums and means; new if not given.
+    They run piece by piece in a thread of their own, and each waits for its means only after the sums of the next one
+    were sent, so that links are never idle. In a ring of devices, threads wait only for the means of the last piece but
+    one. Other sums on a device are first copied to pinned memory, a few pieces at a time.
     """
 
     def __init__(self, interrupt: Interrupt, num_micro_batches: int, memory: Memory | None = None) -> None:
@@ -236,7 +227,7 @@ class Reduction:
                 self._num_on_the_way += 1
                 staging = piece.unit.staging
                 assert staging is not None
-                given = [one.view(-1) for one in (piece.largest, piece.sums) if one is not None]
+                given = [tensor.view(-1) for tensor in (piece.largest, piece.sums) if tensor is not None]
                 staging.to_host(given, partial(self._on_host, piece), self._fail, beside=piece.unit.ready)
 
     def _on_host(self, piece: _Piece, hosts: Sequence[Tensor]) -> None:
@@ -260,10 +251,7 @@ class Reduction:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Release all rings: the last holder of a ring waits until its operations have timed out.
-
-        The last holder must be the reaper of old groups, not the thread that happens to collect garbage.
-        """
+        """Release all rings, whose last holder must be the reaper of old groups: it waits for their operations."""
         self._units.clear()
         for pieces in (self._to_copy, self._to_scatter, self._scattered, self._gathered):
             pieces.clear()

@@ -60,11 +60,8 @@ _CHUNK = 1 << 20
 class StateCopy:
     """Tensors to be copied to host memory by the first thread that requests them; other threads wait for it.
 
-    A state changes only when a step is applied, a whole forward and backward after it was handed over: the thread that
-    is about to change it calls ``finish``, and waits only for the remaining copies.
-
-    Tensors on a device are copied while it computes, through pieces of pinned memory. ``tensors``: the tensors to copy;
-    they may not change before ``finish`` returns.
+    The thread that is about to change the ``tensors`` calls ``finish``, and waits only for the remaining copies. A
+    device's are copied while it computes, through pieces of pinned memory.
     """
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
@@ -111,12 +108,10 @@ class StateCopy:
 
 @dataclass(frozen=True)
 class UpdateRules:
-    """See the fields of the same names in ``Job``.
+    """See the fields of the same names in ``Job``; ``loss_scale`` is the one of version 0.
 
-    ``loss_scale`` is the one of version 0. ``optimizer_in_host_memory``: the optimizer works on a copy of the
-    parameters in host memory, which is copied to the device after each step. ``master_weights``: likewise on fp32
-    copies of parameters that have fewer bits. ``code``: digest of the job's code. ``frozen``: digest of the frozen
-    weights that the run was given; empty if they are the job's own.
+    ``optimizer_in_host_memory`` and ``master_weights`` (in fp32): the optimizer works on such copies of parameters.
+    ``code``, ``frozen``: digests of the job's code, and of frozen weights that the run was given.
     """
 
     make_scheduler: MakeScheduler | None = None
@@ -146,10 +141,9 @@ def update_rules(job: Job, device: torch.device, code: str = "", frozen: str = "
 
 
 class UnitState:
-    """A worker's state of one unit, with an optimizer of its own.
+    """A worker's state of one unit, with an optimizer of its own; ``tensors`` are copied, unless ``for_good``.
 
-    ``tensors``, its parameters and buffers, are copied, or used directly with ``for_good``. ``num_micro_batches`` is N;
-    with the number of sections that use the unit, it bounds the contributions.
+    ``num_micro_batches`` (N) and the number of sections bound the contributions.
     """
 
     def __init__(
@@ -297,10 +291,7 @@ class UnitState:
         return [reduced.gradients[name] for name in self._updated if name in reduced.gradients]
 
     def apply(self, decided: Decided | None = None) -> None:
-        """Apply the held gradients as decided: the optimizer and its schedule step, the version grows by one.
-
-        A skipped step changes nothing but the version and the loss scale, buffers included.
-        """
+        """Apply the held gradients as decided; a skipped step changes only the version and the loss scale."""
         if self.begin_step(decided):
             self.optimizer.step()
             if self.joins and self._is_elementwise:
@@ -312,11 +303,7 @@ class UnitState:
 
     @property
     def kernels(self) -> Any:
-        """Return all that the kernels of its next step depend on; units for which this is equal may step together.
-
-        None: this one steps alone. The first step of an optimizer is separate: it creates the state and informs the
-        schedule. A state that is on the device only during updates does not wait there for other units.
-        """
+        """Return all on which the kernels of its next step depend; units with equal ones step together, None alone."""
         return self._kernels if self._home is None else None
 
     def begin_step(self, decided: Decided | None) -> bool:
@@ -396,8 +383,8 @@ class UnitState:
         """Return the state's tensors by name, without copies, and its numbers as one more tensor."""
         tensors: dict[str, Tensor] = {f"param/{name}": parameter for name, parameter in self._updated.items()}
         tensors |= {f"buffer/{name}": buffer for name, buffer in self.buffers.items()}
-        found, plain = optimizer_state(self.optimizer, self._updated)
-        tensors |= {f"optim/{name}/{key}": value for (name, key), value in found.items()}
+        optimizer_tensors, plain = optimizer_state(self.optimizer, self._updated)
+        tensors |= {f"optim/{name}/{key}": value for (name, key), value in optimizer_tensors.items()}
         numbers: dict[str, Any] = {
             "version": self.version,
             "num_applied": self.num_applied,
@@ -417,8 +404,7 @@ class UnitState:
     def load(self, tensors: Mapping[str, Tensor], *, for_good: bool = False) -> None:
         """Load a state made by ``tensors``; ``for_good``: use its memory, which nothing else uses.
 
-        Raises ValueError if a parameter or buffer is missing or has another shape or dtype. Raises CheckpointError if
-        it was trained with other frozen weights than this worker has.
+        Raises ValueError for a missing or other tensor, CheckpointError for other frozen weights.
         """
         for copy in self._copies:  # the held gradients belong to a discarded history
             copy.drop()
@@ -487,10 +473,9 @@ def _take(parameter: Parameter, saved: Tensor, *, for_good: bool) -> None:
 
 
 def apply_all(states: Iterable[UnitState], decided: Decided | None) -> None:
-    """Apply the gradients that the units of a worker hold: see ``UnitState.apply``.
+    """Apply the gradients that the units of a worker hold, those of optimizers with the same settings in one call.
 
-    One call steps optimizers with the same settings, which compute each element separately, so that no bit depends on
-    which units share a call. A call has at most the elements of the largest unit, so that it needs no more memory.
+    A call has at most the elements of the largest unit, so that it needs no more memory.
     """
     together: dict[Any, list[UnitState]] = {}
     for state in states:
@@ -523,10 +508,7 @@ def _apply_together(states: Sequence[UnitState], decided: Decided | None) -> Non
 
 
 def norms_sq(states: Mapping[str, UnitState]) -> dict[str, float]:
-    """Return the squared norms of the held gradients, for units whose step needs them.
-
-    Raises NonFiniteGradient if one is not finite.
-    """
+    """Return the squared norms of held gradients, of units whose step needs them. Raises NonFiniteGradient."""
     wanted = {unit: state.gradients_of_norm for unit, state in states.items()}
     norms = squared_norms({unit: gradients for unit, gradients in wanted.items() if gradients is not None})
     for unit, norm_sq in norms.items():
@@ -541,11 +523,9 @@ def squared_norm(tensors: Iterable[Tensor]) -> float:
 
 
 def squared_norms(tensors_of: Mapping[str, Iterable[Tensor]]) -> dict[str, float]:
-    """Return the sums of squares over all elements of each unit's tensors, in float64.
+    """Return the sums of squares over all elements of each unit's tensors, in float64, by one wait for the device.
 
-    ``torch.sum`` adds in an order that depends on the processor and the number of threads. Here the elements of a chunk
-    are folded in halves, by additions of whole tensors; chunks are added by ``fsum``, whose result does not depend on
-    their order. Chunks of one size are folded together, as rows. This waits for the device only once.
+    Chunks are folded in halves and added by ``fsum``: ``torch.sum`` adds in an order that depends on the processor.
     """
     alike: dict[tuple[torch.device, torch.dtype, int], list[tuple[str, Tensor]]] = {}
     for key, tensors in tensors_of.items():
@@ -563,7 +543,7 @@ def squared_norms(tensors_of: Mapping[str, Iterable[Tensor]]) -> dict[str, float
     for device, tensors in folded.items():
         for key, square in zip(owners[device], torch.cat(tensors).tolist(), strict=True):
             squares[key].append(square)
-    return {key: math.fsum(found) for key, found in squares.items()}
+    return {key: math.fsum(partial_sums) for key, partial_sums in squares.items()}
 
 
 def _folded(rows: Tensor) -> Tensor:

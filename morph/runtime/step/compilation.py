@@ -1,8 +1,7 @@
 """Compiles sections by torch.compile: once for each kind of section, and to the same kernels in every worker.
 
-A section is compiled as it is run, with its backward, whatever its stage, so every shape computes the same. If torch is
-set to deterministic algorithms, as with exact sums, Inductor chooses nothing by timing; its code depends on the
-section, torch, the compiler and the processor or GPU. Compiled code is kept in the user's cache folder.
+A section is compiled as it is run, with its backward, so every shape computes the same; with deterministic algorithms
+Inductor chooses nothing by timing. Compiled code is kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -30,10 +29,7 @@ Compiled = dict[tuple[object, ...], SectionCode]
 
 
 def compiled(model: CutModel) -> CutModel:
-    """Return a cut model whose sections are compiled when they are first run on a device.
-
-    Sections with a backward of the user's own (``torch.autograd.Function``) stay as they are.
-    """
+    """Return a cut model whose sections are compiled when first run, except those with the user's own backward."""
     refuse_marked(model)
     _prepare()
     shared: Compiled = {}
@@ -60,10 +56,7 @@ def compile_all(
     precision: Precision,
     device: torch.device,
 ) -> None:
-    """Compile one section of each kind, by running it forward and backward on zeros.
-
-    ``load_batch``: returns batch entries of a micro-batch, by keys.
-    """
+    """Compile one section of each kind, by running it on zeros; ``load_batch``: entries of a micro-batch, by keys."""
     for section in {_kind(section, device): section for section in reversed(model.sections)}.values():
         tensors: dict[str, Tensor] = {}
         for name in (*section.parameters, *section.buffers):

@@ -23,11 +23,7 @@ ResultT = TypeVar("ResultT")
 
 
 class Executor:
-    """One stage's run of one step.
-
-    ``clock``: the device's clock, if it is not the default one. ``slowness``: for tests and demonstrations, how many
-    times as long each task takes on the device.
-    """
+    """One stage's run of one step; ``slowness``: how many times as long each task takes, for tests."""
 
     def __init__(
         self,
@@ -70,10 +66,7 @@ class Executor:
         self._peak_in_flight = self._peak_live = 0
 
     def run(self, sums: StepSums, loss_scale: float = 1.0) -> None:
-        """Run every task; gradients and losses go to the sums. Raises as ``Interrupt.wait_for``.
-
-        ``loss_scale`` is the factor of the loss before its backward.
-        """
+        """Run every task; gradients and losses go to the sums. Raises as ``Interrupt.wait_for``."""
         self._loss_scale = loss_scale
         with core_clock() as core_times:
             while not self._cursor.finished:

@@ -31,9 +31,8 @@ in."""
 class StageWork:
     """The work of one stage in one step, with the links to its neighbours.
 
-    ``borders``: inputs and outputs of each micro-batch whose tensors differ in shape from ``inputs`` and ``outputs``.
-    ``shares``: of each micro-batch in means over samples, if they differ. ``factor``: of each loss before its backward,
-    besides its share and the loss scale.
+    ``borders``, ``shares``: of each micro-batch, if they differ; ``factor``: of each loss, besides share and loss
+    scale.
     """
 
     micro_batches: Sequence[int]

@@ -25,11 +25,9 @@ _NONE_DETERMINISTIC = re.compile(r"^(\S+) does not have a deterministic implemen
 
 @dataclass(frozen=True)
 class Kernels:
-    """Settings of torch.
+    """Settings of torch; ``determinism`` 2: use deterministic kernels, and refuse operations without one.
 
-    ``determinism`` is the mode of ``torch.set_deterministic_debug_mode``; 2: use deterministic kernels, and refuse
-    operations without one. With ``cudnn_benchmark``, cuDNN chooses its convolutions by speed, perhaps differently each
-    time. With ``cudnn_attention``, attention may use cuDNN's kernels besides flash, memory-efficient and plain ones.
+    ``cudnn_benchmark``: choose convolutions by speed; ``cudnn_attention``: allow cuDNN's kernels too.
     """
 
     determinism: int
@@ -63,10 +61,7 @@ def set_kernels(wanted: Kernels) -> None:
 
 
 def prepare_cublas() -> None:
-    """Give cuBLAS a workspace of its own for each stream, before anything in this process starts CUDA.
-
-    Raises JobError if the environment requests a workspace with which products may differ from run to run.
-    """
+    """Give cuBLAS a workspace for each stream, before CUDA starts. Raises JobError if the environment forbids that."""
     workspace = os.environ.setdefault(CUBLAS_VARIABLE, CUBLAS_WORKSPACES[0])
     if workspace not in CUBLAS_WORKSPACES:
         raise JobError(
@@ -79,10 +74,7 @@ def prepare_cublas() -> None:
 
 
 def raise_if_refused(error: RuntimeError, first_line: str | None) -> None:
-    """Raise a one-sentence JobError in place of torch's, if an operation of a section has no deterministic kernel.
-
-    ``first_line``: ``file:line`` of the user's code at which the section begins, if it is known.
-    """
+    """Raise a one-sentence JobError in place of torch's; ``first_line``: ``file:line`` of the section, if known."""
     refused = _NONE_DETERMINISTIC.match(str(error))
     if refused is not None:
         where = f", in the section that begins at {first_line}" if first_line else ""

@@ -26,9 +26,8 @@ class Progress:
 class ScheduleCursor:
     """Walks through one stage's order string, over F, R and B (see ``Plan.orders``).
 
-    ``opportunistic``: by Varuna's rules, prefer a backward whose gradient has arrived, and run a forward when the due
-    backward or recompute has no gradient yet, with at most ``window`` micro-batches in flight. Otherwise the order is
-    kept strictly.
+    ``opportunistic``, by Varuna's rules: prefer a backward whose gradient has arrived, and run a forward when the due
+    task has no gradient, with at most ``window`` micro-batches in flight.
     """
 
     def __init__(self, order: str, window: int, *, opportunistic: bool) -> None:
@@ -61,11 +60,7 @@ class ScheduleCursor:
             self.progress.backwards += 1
 
     def next_task(self, activations: int, gradients: int) -> Task | None:
-        """Return the task to run now; None: wait for an arrival.
-
-        ``activations``: the number of forward inputs that have arrived so far. ``gradients``: the number of output
-        gradients that have arrived so far (on the last stage: forwards done).
-        """
+        """Return the task to run now, given how many inputs and output gradients have arrived; None: wait."""
         if self.finished:
             return None
         state = self.progress

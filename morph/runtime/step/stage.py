@@ -62,12 +62,10 @@ class StageTasks(Protocol):
 
 
 class Stage:
-    """Runs tasks of one stage in one step.
+    """Runs tasks of one stage in one step; with ``recompute``, only its input is kept between forward and backward.
 
-    With ``recompute``, only the stage's input is kept between forward and backward. ``live_sections`` is then the
-    number of sections whose graphs are held at once (None: all): the inputs of each group of this many sections,
-    counted from the end, are kept, and a group is recomputed before its backward. ``parameters`` are read at every run.
-    ``load_batch`` returns the batch entries of a micro-batch, by global number and keys.
+    The inputs of each group of ``live_sections`` (None: all), counted from the end, are then kept, and a group is
+    recomputed before its backward. ``load_batch``: gives batch entries, by global number and keys.
     """
 
     def __init__(
@@ -187,8 +185,7 @@ def stream_seed(seed: int, step: int, micro_batch: int, section: int) -> int:
 def seed_section(seed: int, step: int, micro_batch: int, section: int) -> None:
     """Set torch's generators before a section runs, in the forward pass and in the recompute alike.
 
-    ``torch.manual_seed`` is not used: for each unused kind of device it stores the call, with its stack, until that
-    device is used. This takes longer than many sections' kernels, and is never freed without such a device.
+    ``torch.manual_seed`` is slow: it stores the call, with its stack, for each unused kind of device.
     """
     section_seed = stream_seed(seed, step, micro_batch, section)
     torch.default_generator.manual_seed(section_seed)
@@ -222,11 +219,10 @@ def run_section(
     parameters: Mapping[str, Tensor],
     precision: Precision = "fp32",
 ) -> SectionRun:
-    """Run a section's forward with a fresh autograd graph. The caller seeds the generators.
+    """Run a section's forward with a fresh autograd graph; the caller seeds the generators.
 
-    Outputs have the types of the cut model in every precision, and conjugates are carried out, so that sent tensors
-    equal those that the next section of the same stage gets. If narrower types cross a job's cuts, the section widens
-    its inputs, so that their gradients are also narrow.
+    Outputs have the types of the cut model in every precision, so that sent tensors equal those that the next section
+    of the same stage gets; a section widens narrower inputs, so that their gradients are narrow too.
     """
     leaves = tuple(
         tensor.detach().requires_grad_(spec.requires_grad) for tensor, spec in zip(inputs, section.inputs, strict=True)
@@ -259,10 +255,9 @@ def run_step(
     precision: Precision = "fp32",
     factor: float = 1.0,
 ) -> tuple[Tensor, ...]:
-    """Run all sections forward, and then backward from the loss; return the outputs of the last one.
+    """Run all sections forward, then backward, with gradients to ``add``; return the last one's outputs.
 
-    ``add``: receives each gradient, as in ``section_backward``. ``prepared``: called with each section before its
-    forward; returns the section to run in its place.
+    ``prepared``: called with each section before its forward; returns the section to run in its place.
     """
     runs: list[SectionRun] = []
     values: tuple[Tensor, ...] = ()
@@ -282,12 +277,10 @@ def section_backward(
     parameters: Mapping[str, Tensor],
     add: AddGradient,
 ) -> tuple[Tensor | None, ...]:
-    """Run a section's backward; give dense parameter gradients to ``add``, and return input gradients.
+    """Run a section's backward; give gradients and buffers' changes to ``add``, return input gradients.
 
-    ``output_gradients`` aligns with the outputs; None if an output needs no gradient, or has none because later
-    sections do not use it. Inputs and parameters that lead to no output with a gradient have none either, as in an
-    undivided model. Changes of buffers also go to ``add``, because a micro-batch has one backward, however often its
-    forward ran.
+    ``output_gradients``: None for an output that has none. Inputs and parameters that lead to no output with a gradient
+    have none either, as in an undivided model.
     """
     for name, new in zip(section.writes, run.written, strict=True):
         add(name, change_of(parameters[name], new))
@@ -315,11 +308,7 @@ def section_backward(
 
 @lru_cache(maxsize=4)
 def borders_may_lack_gradients(model: CutModel) -> bool:
-    """Return whether a border tensor that carries a gradient may get none in some micro-batches.
-
-    This is possible if sections are the user's code, which may branch, or run the user's own backward, which may return
-    None. Other graphs are cut so that a border that carries a gradient always gets one.
-    """
+    """Return whether a border tensor may lack its gradient: if sections, or their backward, are the user's code."""
     codes = [section.code for section in model.sections]
     return any(not isinstance(code, GraphModule) or _has_backward_of_users(code) for code in codes)
 

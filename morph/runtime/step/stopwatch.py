@@ -1,7 +1,4 @@
-"""Seconds by kind of work in one step, on the device's clock, and a timeline on request.
-
-``Pace`` keeps the times of the newest micro-batches over steps, for the heartbeats.
-"""
+"""Seconds by kind of work in one step, on the device's clock; on request a timeline. ``Pace`` spans steps."""
 
 from __future__ import annotations
 
@@ -43,11 +40,7 @@ class _Done:
 
 
 class Stopwatch:
-    """The stopwatch of one step.
-
-    Tasks and waits are counted once the device has reached their end, so nothing waits for it during the step;
-    ``settle`` counts the rest. A wait, for a neighbour or for reductions, counts the device's idle time.
-    """
+    """The stopwatch of one step: tasks and waits are counted once the device has reached their end."""
 
     def __init__(self, clock: TaskClock, *, recording: bool = False) -> None:
         self._clock = clock
@@ -87,10 +80,7 @@ class Stopwatch:
         self._note(_Done(what, None, start, self.mark()))
 
     def settle(self, interrupt: Interrupt) -> None:
-        """Count everything, at the end of the step: block until the device has done its work.
-
-        The wait for a device that hangs has the usual bound. Raises as ``Interrupt.wait_for``.
-        """
+        """Count everything, once the device has done its work. Raises as ``Interrupt.wait_for``."""
         end = self._clock.mark()
         if not self._clock.is_over(end):
             interrupt.call(lambda: self._clock.wait(end), "the device to finish its work")

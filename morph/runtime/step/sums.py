@@ -1,7 +1,4 @@
-"""A worker's sums of a step: the gradients of its units, with the micro-batches in each sum (decision 0019).
-
-``StepSums`` are the sums of one step. ``KnownSums`` begins them, and has all sums of the current or an abandoned step.
-"""
+"""A worker's sums of a step: the gradients of its units, with the micro-batches in each sum (decision 0019)."""
 
 from __future__ import annotations
 
@@ -44,11 +41,9 @@ class MicroBatchSums:
 
 @dataclass(frozen=True)
 class Rings:
-    """The reduction of a worker's units.
+    """The reduction of a worker's units: by unit, its group's name, and the ring (None: alone).
 
-    ``of_unit``: by unit, the name of its reduction group; ``split``: the units that several stages of one pipeline
-    hold; ``rounds``: by section, the round of the other units that it completes; ``ring_of``: by unit, the group; None
-    if this worker is alone in it.
+    ``split``: units of several stages of one pipeline; ``rounds``: by section, the round of the others.
     """
 
     of_unit: Mapping[str, str]
@@ -62,9 +57,8 @@ class Rings:
 class StepSums:
     """The sums of one worker's units in one step; each is reduced as soon as it is complete.
 
-    ``units`` are the held ones, with all sections that use each; the losses belong to ``last_section`` of the model.
-    ``num_micro_batches`` is N, over all replicas. ``salvage`` has the kept partial sums of the step from all workers,
-    ``held`` this worker's. ``keep``: whether ``partial_sums`` are needed if the step is abandoned.
+    ``num_micro_batches`` is N, over all replicas. ``salvage``: kept partial sums of all workers, ``held``: this one's.
+    ``keep``: whether ``partial_sums`` are needed if the step is abandoned.
     """
 
     def __init__(  # noqa: PLR0913 (one call builds it)
@@ -132,9 +126,7 @@ class StepSums:
     def add_loss(
         self, micro_batch: int, outputs: Sequence[Tensor], metric_names: Sequence[str], share: float | None = None
     ) -> None:
-        """Record the loss and metrics of a micro-batch from the last stage's forward, unless a worker has them already.
-        Nothing waits for the device until they are requested. ``share``: see ``MicroBatchLoss``.
-        """
+        """Record the loss and metrics of a micro-batch, unless a worker has them; waits for no device."""
         if not self._before.get(self._losses, 0) >> micro_batch & 1:
             if share is not None:
                 self._shares[micro_batch] = share
@@ -146,8 +138,8 @@ class StepSums:
     def losses(self) -> dict[int, MicroBatchLoss]:
         """Return the losses and metrics of the micro-batches that were run; waits for the device once."""
         outputs, self._outputs = self._outputs, {}
-        told = told_losses(outputs, self._metric_names, self._shares)
-        self._known_losses |= {loss.micro_batch: loss for loss in told}
+        losses = told_losses(outputs, self._metric_names, self._shares)
+        self._known_losses |= {loss.micro_batch: loss for loss in losses}
         return self._known_losses
 
     def count(self, micro_batch: int) -> None:
@@ -169,10 +161,9 @@ class StepSums:
                 self._reduce([self._to_reduce.popleft()[0]])
 
     def finish_reduction(self) -> None:
-        """Reduce the remaining units, and wait for all of them. Raises as ``Interrupt.wait_for``.
+        """Reduce the remaining units, wait for all. Raises as ``Interrupt.wait_for``.
 
-        A worker without micro-batches reduces everything now, in the order of the other workers. Units that several
-        stages of a pipeline hold are the last everywhere, so that no two workers wait for each other.
+        All workers use one order, units that several stages hold last, so that no two wait for each other.
         """
         self._reduce([name for name, _ in self._to_reduce])
         self._to_reduce.clear()
@@ -213,10 +204,7 @@ class StepSums:
 def told_losses(
     outputs: Mapping[int, Sequence[Tensor]], metric_names: Sequence[str], shares: Mapping[int, float]
 ) -> list[MicroBatchLoss]:
-    """Return the last section's outputs by micro-batch, without per-sample values, in one copy from the device.
-
-    ``shares``: by micro-batch, its share in means over samples; empty if micro-batches do not differ in size.
-    """
+    """Return the last section's outputs by micro-batch, without per-sample values, in one copy from the device."""
     if not outputs:
         return []
     kept = [place for place, name in enumerate(("", *metric_names)) if not name.endswith(SAMPLES)]
@@ -251,8 +239,7 @@ def held_sum(total: PartialSum, sums: Sequence[HeldSum]) -> HeldSum:
 class KnownSums:
     """The partial sums of a worker for its current step or an abandoned one, whose sums are ``parts``.
 
-    ``offer``: called with the step, and a function that copies this worker's sums, when a copy of them is due
-    elsewhere. ``copies``: returns the copies of other workers' sums of a step that are here.
+    ``offer``: called when a copy of the sums is due elsewhere; ``copies``: returns other workers' that are here.
     """
 
     def __init__(

@@ -48,11 +48,7 @@ class Laid:
 
 
 def lay_out(timelines: Sequence[StepTimeline]) -> list[Laid]:
-    """Put the spans of all workers on one clock, by worker and start.
-
-    Transfers of one direction are in order, so each is drawn from the end of the previous one; a receive, which is
-    posted long before, is drawn at the earliest from its send.
-    """
+    """Put the spans of all workers on one clock, by worker and start; transfers of one direction do not overlap."""
     begin_ns = min((timeline.start_ns for timeline in timelines), default=0)
     laid = [
         Laid(timeline, span, span.start_s + after_s, span.end_s + after_s)
@@ -60,11 +56,11 @@ def lay_out(timelines: Sequence[StepTimeline]) -> list[Laid]:
         for after_s in ((timeline.start_ns - begin_ns) / 1e9,)
         for span in timeline.spans
     ]
-    handed_over_s = {_key(one): one.start_s for one in laid if one.span.kind.startswith("send")}
-    computed = [one for one in laid if one.span.kind not in _TRANSFERS]
-    transfers = [one for one in laid if one.span.kind in _TRANSFERS]
+    handed_over_s = {_key(drawn): drawn.start_s for drawn in laid if drawn.span.kind.startswith("send")}
+    computed = [drawn for drawn in laid if drawn.span.kind not in _TRANSFERS]
+    transfers = [drawn for drawn in laid if drawn.span.kind in _TRANSFERS]
     every = computed + list(_in_order(transfers, handed_over_s))
-    return sorted(every, key=lambda one: (one.timeline.replica, one.timeline.stage, one.start_s, one.end_s))
+    return sorted(every, key=lambda drawn: (drawn.timeline.replica, drawn.timeline.stage, drawn.start_s, drawn.end_s))
 
 
 def trace(timelines: Sequence[StepTimeline]) -> dict[str, Any]:
@@ -80,7 +76,7 @@ def trace(timelines: Sequence[StepTimeline]) -> dict[str, Any]:
         for track, tid in _TRACK_IDS.items():
             events.append(_named("thread_name", pid, tid, {"name": track}))
             events.append(_named("thread_sort_index", pid, tid, {"sort_index": tid}))
-    events += [_complete(one, pids[one.timeline.replica, one.timeline.stage]) for one in lay_out(timelines)]
+    events += [_complete(span, pids[span.timeline.replica, span.timeline.stage]) for span in lay_out(timelines)]
     facts = {"step": ordered[0].step, "shape": ordered[0].shape, "schedule": ordered[0].schedule} if ordered else {}
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": facts}
 
@@ -90,8 +86,8 @@ def write_trace(timelines: Sequence[StepTimeline], path: Path) -> None:
     write_output(path, json.dumps(trace(timelines)), RunDirError)
 
 
-def _key(one: Laid) -> tuple[int, int, SpanKind, int | None]:
-    return one.timeline.replica, one.timeline.stage, one.span.kind, one.span.micro_batch
+def _key(laid: Laid) -> tuple[int, int, SpanKind, int | None]:
+    return laid.timeline.replica, laid.timeline.stage, laid.span.kind, laid.span.micro_batch
 
 
 def _in_order(

@@ -80,10 +80,7 @@ class Attendant:
 
 
 class Training:
-    """What a worker keeps from step to step: the units that it holds, its sums and its pace.
-
-    ``device``: the device whose unused memory is released when units leave.
-    """
+    """What a worker keeps from step to step: the units that it holds, its sums and its pace."""
 
     def __init__(
         self, worker: str, device: torch.device, source: StepSource, attendants: Sequence[Attendant], faults: FaultPlan
@@ -151,8 +148,8 @@ class Training:
     def commit(self, current: Generation, order: CommitOrder) -> Committed:
         """Apply the decided step, and run no other."""
         self._bring_to(current, order.version, order.decided)
-        told = self._tell(current, order)
-        return Committed(worker=self._worker, generation=order.generation, version=order.version, **told)
+        reports = self._tell(current, order)
+        return Committed(worker=self._worker, generation=order.generation, version=order.version, **reports)
 
     def roll_forward(self, version: int, decided: Decided | None) -> None:
         """Apply the held gradients of the step before ``version`` as decided, if that step was decided."""

@@ -1,8 +1,7 @@
 """Evaluation: forward passes of the pipeline, without dropout, at the version that a worker holds.
 
-The sections are those of training with dropout switched off and with the committed buffers, so cut positions,
-parameters and border tensors are the same; sections that run the model's own code run it in evaluation mode. Other
-randomness stays on, drawn from (seed, version, micro-batch, section) as in training.
+The cut is that of training; sections of the model's own code run in evaluation mode. Other randomness stays on, drawn
+from (seed, version, micro-batch, section).
 """
 
 from __future__ import annotations
@@ -66,10 +65,7 @@ _OFF: dict[object, tuple[int, str, bool | float]] = {
 
 
 def evaluation_sections(model: CutModel) -> tuple[Section, ...]:
-    """Return the sections of a cut model without dropout.
-
-    Raises JobError if dropout cannot be distinguished from the model's own randomness.
-    """
+    """Return a model's sections without dropout. Raises JobError if dropout cannot be told from other randomness."""
     return tuple(_without_dropout(section) for section in model.sections)
 
 
@@ -135,11 +131,7 @@ def _switch_off(node: Node, section: Section) -> None:
 
 @dataclass(frozen=True)
 class EvaluationStage:
-    """One stage's sections, ready to run forward at one version.
-
-    ``sections_of`` returns the sections for an evaluation micro-batch, by number; ``load_batch`` returns its entries,
-    by number and keys.
-    """
+    """One stage's sections and batch entries, by the number of an evaluation micro-batch, at one version."""
 
     sections_of: Callable[[int], Sequence[Section]]
     parameters: Mapping[str, Tensor]
@@ -160,10 +152,7 @@ class EvaluationStage:
 
 
 def run_evaluation(stage: EvaluationStage, work: StageWork, interrupt: Interrupt) -> tuple[MicroBatchLoss, ...]:
-    """Run this stage's part of an evaluation; only last stages return losses and metrics.
-
-    Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.wait_for``.
-    """
+    """Run this stage's part of an evaluation; only last stages return losses. Raises as ``Interrupt.wait_for``."""
     activations_in, _, activations_out, _ = work.links
     arriving, count = None, len(work.micro_batches)
     if activations_in:
@@ -236,7 +225,7 @@ class Evaluator(Attendant):
     def __init__(self, job: Job, model: CutModel, device: torch.device, prefetcher: DataWorkers | None = None) -> None:
         assert job.eval_data is not None
         self._job, self._model, self._device = job, model, device
-        self._sections = {size: evaluation_sections(one) for size, one in model.every().items()}
+        self._sections = {size: evaluation_sections(cut) for size, cut in model.every().items()}
         recipe, data = recipe_of(job), data_of(job, "eval_data")
         sample, m, lengths = recipe.like(data_of(job)), model.micro_batch_size, lengths_of(job, "eval_data")
         self._loader = EvaluationLoader(data, job.seed, sample, m, job.eval_samples, prefetcher, recipe, lengths)
@@ -268,10 +257,7 @@ class Evaluator(Attendant):
         }
 
     def run_if_due(self, current: Generation, version: int) -> Evaluation | None:
-        """Evaluate this version, which all units have; returns None if no evaluation is due, or not on a last stage.
-
-        Raises GenerationAborted, PeerLost or WaitTimeout as ``Interrupt.wait_for``.
-        """
+        """Evaluate this version, if due; None on other stages than the last. Raises as ``Interrupt.wait_for``."""
         if current.slot is None or not self.size.is_due(version):
             return None
         total = self._loader.num_micro_batches

@@ -130,10 +130,7 @@ def settings(job: Job, model: CutModel) -> dict[str, str]:
 
 
 def _needs(job: Job, model: CutModel) -> dict[str, str]:
-    """Return the keys of state that each unit's optimizer needs for its second step, found with small parameters.
-
-    An optimizer that does not run on these is left out.
-    """
+    """Return the keys of state that each unit's optimizer needs for its second step, found with small parameters."""
     needs: dict[str, str] = {}
     for unit in model.units:
         shapes = [model.parameter_specs[name] for name in unit.parameters]
@@ -207,8 +204,8 @@ class JobWorkload:
         self._run_model = self._model
         if self._job.compile:
             self._run_model = compiled(self._model)
-            for (length, size), one in self._run_model.every().items():
-                compile_all(one, partial(self._example, length, size), self._job.precision, self._device)
+            for (length, size), cut in self._run_model.every().items():
+                compile_all(cut, partial(self._example, length, size), self._job.precision, self._device)
         self._evaluator = (
             Evaluator(self._job, self._model, self._device, self._data_workers) if self._job.eval_data else None
         )

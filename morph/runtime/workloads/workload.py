@@ -55,10 +55,7 @@ class Workload(StepSource, Protocol):
         """Read the data besides units that a generation's stage needs, and release those of an earlier stage."""
 
     def probe(self, sections: range, held: Mapping[str, UnitState], faults: FaultPlan) -> Callable[[], float]:
-        """Return a function that runs a micro-batch's forward and backward for a probe and returns its seconds.
-
-        ``held`` units are read and never changed; missing ones are made. No peer is needed.
-        """
+        """Return a function that runs a micro-batch without peers and returns its seconds; ``held`` is not changed."""
 
     def collect_notes(self) -> tuple[str, ...]:
         """Return news about its data workers since the last call, for the user; from any thread; never blocks."""
