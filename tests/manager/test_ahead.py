@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from controller_script import Script, receivers, script_in
+from controller_script import Script, receivers
 from simulated_job import make_config
 
 from manager.controller.state.actions import Action, SendPreCopy, SendReshape, SendStep
@@ -13,7 +13,6 @@ from manager.controller.state.events import (
     ManagerResumed,
     NoticeGiven,
     PreCopyReported,
-    StopRequested,
     WorkerAnswered,
     WorkerLost,
 )
@@ -117,25 +116,6 @@ def test_units_that_have_not_arrived_in_time_are_sent_in_the_change() -> None:
         assert "ahead" not in kinds_of(order, worker)
 
 
-def test_a_receiver_that_gives_up_is_not_waited_for() -> None:
-    script, _ = joining()
-    first, *others = all_receivers(script)
-    report(script, first, share=0.0, error="cannot keep up")
-    assert script.code == "ahead_dropped"
-    for worker in others:
-        report(script, worker)
-    order = reshape_in(script.prepared())
-    assert "peer" in kinds_of(order, first)
-    assert "ahead" not in kinds_of(order, first)
-
-
-def test_late_news_of_an_older_order_changes_nothing() -> None:
-    script, _ = joining()
-    script.tell(PreCopyReported(worker="n4", report=PreCopyReport(number=99, following=("s0",))))
-    assert script.code == "ignored"
-    assert script.state.pre_copy.synced == {}
-
-
 def test_a_newcomer_that_dies_meanwhile_does_not_disturb_the_step() -> None:
     script, _ = joining()
     parties = set(script.state.pre_copy.parties)  # type: ignore[union-attr]
@@ -145,39 +125,6 @@ def test_a_newcomer_that_dies_meanwhile_does_not_disturb_the_step() -> None:
     assert set(receivers(actions, SendPreCopy)) == parties - {"n4"}
     assert all(action.order.moves == () for action in actions if isinstance(action, SendPreCopy))
     assert receivers(script.prepared(), SendStep) == ["n1", "n2", "n3"]
-
-
-def test_a_member_that_dies_meanwhile_ends_it_and_the_ordinary_rules_apply() -> None:
-    script, _ = joining()
-    actions = script.tell(WorkerLost(worker="n1", cause="killed"))
-    assert script.state.phase is Phase.ABORTING
-    assert script.state.pre_copy is None
-    assert "n4" in receivers(actions, SendPreCopy)
-    order = reshape_in(script.aborted())
-    assert order.ahead is None
-    assert "ahead" not in {source.kind for source in order.sources}
-
-
-def test_a_change_that_is_given_up_is_formed_anew_from_peers() -> None:
-    script, _ = joining()
-    for worker in all_receivers(script):
-        report(script, worker)
-    assert reshape_in(script.prepared()) is not None
-    script.aborted("n4", peer_lost=True)
-    order = reshape_in(script.aborted())
-    assert {source.kind for source in order.sources} <= {"keep", "peer"}
-    assert order.version == script.state.version
-
-
-def test_another_newcomer_meanwhile_means_another_change_within_the_same_time() -> None:
-    script, _ = joining()
-    before = script.state.pre_copy
-    script.ready("n5", "n6")
-    script.prepared()
-    after = script.state.pre_copy
-    assert after.number > before.number
-    assert len(after.slots) == 6
-    assert after.until_s <= before.until_s
 
 
 def test_a_noticed_member_drains_ahead_if_time_allows() -> None:
@@ -245,15 +192,3 @@ def test_a_new_manager_drops_what_its_predecessor_had_sent_ahead() -> None:
     assert "n4" in receivers(actions, SendPreCopy)
     script.prepared()
     assert script.state.pre_copy is not None  # and sends them anew
-
-
-def test_a_run_that_stops_waits_for_no_pre_copy() -> None:
-    script, _ = joining()
-    script.tell(StopRequested(reason="asked to"))
-    script.prepared()
-    assert script.state.phase is Phase.COMMITTING
-
-
-def test_without_newcomers_nothing_is_sent() -> None:
-    script = script_in(Phase.TRAINING)
-    assert receivers(script.prepared(), SendPreCopy) == []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from controller_script import Script, changed, formed, receivers, script_in
-from simulated_job import MANIFEST, PLANS, UNITS
+from simulated_job import PLANS
 
 from manager.controller.shape.formation import GATHER_S
 from manager.controller.state.actions import (
@@ -54,16 +54,6 @@ def save(script: Script) -> Finish:
     return finish
 
 
-@pytest.mark.parametrize("cause", ["device", "memory"])
-def test_a_device_that_is_lost_or_full_takes_its_worker_along(cause: FailureCause) -> None:
-    script = script_in(Phase.TRAINING)
-    assert EndWorker(worker="n2") in fail(script, "n2", cause)
-    assert "n2" not in script.state.workers
-    assert receivers(script.aborted(), SendReshape) == ["n1", "n3", "n4"]
-    assert receivers(script.reshaped(), SendStep)
-    assert script.state.version == 0
-
-
 def test_a_jobs_error_is_retried_without_the_worker_that_raised_it() -> None:
     script = script_in(Phase.TRAINING)
     script.prepared()  # version 1, which is not saved
@@ -76,14 +66,6 @@ def test_a_jobs_error_is_retried_without_the_worker_that_raised_it() -> None:
     script.prepared()
     assert script.state.version == 2
     assert script.state.failing is None
-
-
-def test_without_enough_others_the_same_worker_tries_again() -> None:
-    script = formed(2, expected_nodes=2)
-    fail(script, "n2", "job")
-    script.aborted()
-    assert script.state.phase is Phase.RESHAPING
-    assert "n2" in script.state.workers
 
 
 def test_an_error_repeated_at_one_step_ends_the_run_saved() -> None:
@@ -215,21 +197,6 @@ def test_a_stop_while_resting_ends_the_run_once_saved() -> None:
     assert at_once.tell(StopRequested(reason="SIGINT"))[-1] == ended
 
 
-def test_units_without_a_holder_are_restored_from_the_checkpoint_after_the_pause() -> None:
-    script = script_in(Phase.TRAINING)
-    script.prepared()
-    for _ in range(script.state.config.policy.max_fruitless_generations - 1):
-        script.aborted()
-    for worker in ("n1", "n2", "n3"):
-        script.tell(WorkerLost(worker=worker, cause="killed"))
-    script.ready("n5", "n6")
-    script.aborted()
-    assert script.state.phase is Phase.RESTING
-    assert script.state.step.order is None
-    script.wake()
-    assert (script.state.version, script.code) == (0, "set_back")
-
-
 ALL = ("n1", "n2", "n3", "n4")
 
 
@@ -269,15 +236,6 @@ def test_orders_that_were_aborted_go_out_again_with_their_abort() -> None:
     assert {action.worker for action in actions if isinstance(action, Abort)} == {"n2", "n3", "n4"}
 
 
-def test_workers_that_died_meanwhile_are_lost_and_strangers_are_ended() -> None:
-    script = script_in(Phase.TRAINING)
-    actions = script.tell(ManagerResumed(living=("n1", "n2", "n3", "old")))
-    assert EndWorker(worker="old") in actions
-    assert "n4" not in script.state.workers
-    assert script.state.phase is Phase.ABORTING
-    assert not [action for action in actions if getattr(action, "worker", "") == "n4"]
-
-
 def test_a_setup_under_way_is_requested_again_with_its_full_time() -> None:
     script = script_in(Phase.TRAINING)
     script.tell(NodeAppeared(node="n9"))
@@ -296,38 +254,6 @@ def test_the_last_checkpoint_is_requested_again_from_workers_that_owe_units() ->
     script.committed()
     (finish,) = script.saved(2)
     assert isinstance(finish, Finish)
-
-
-def test_a_manifest_that_was_being_written_is_written_again() -> None:
-    script = script_in(Phase.SEALING)
-    assert [kind for kind, _ in taken_over(script)] == ["write_manifest"]
-
-
-def test_a_lost_worker_aborts_the_generation() -> None:
-    script = script_in(Phase.TRAINING)
-    script.prepared("n1")
-    assert script.tell(WorkerLost(worker="n2", cause="killed")) == (
-        Abort(worker="n3", generation=1),
-        Abort(worker="n4", generation=1),
-    )
-    assert script.state.phase is Phase.ABORTING
-    assert script.aborted("n3") == ()
-    actions = script.prepared("n4")
-    assert receivers(actions, SendReshape) == ["n1", "n3", "n4"]
-    assert script.state.version == 0
-    assert script.tell(WorkerLost(worker="n2", cause="killed")) == ()
-
-
-def test_state_comes_from_living_replicas_and_no_step_is_redone() -> None:
-    script = script_in(Phase.TRAINING)
-    script.prepared()
-    victim = script.members[0]
-    script.tell(WorkerLost(worker=victim, cause="killed"))
-    order = next(action.order for action in script.aborted() if isinstance(action, SendReshape))
-    assert (order.generation, order.version) == (2, 1)
-    assert {source.kind for source in order.sources} == {"keep", "peer"}
-    holds = {worker: entry.holds for worker, entry in script.state.workers.items()}
-    assert all(source.unit in holds[source.peer or source.worker] for source in order.sources)
 
 
 def test_a_worker_that_prepared_an_aborted_step_reruns_nothing() -> None:
@@ -368,26 +294,6 @@ def test_without_a_checkpoint_everybody_goes_back_to_the_start() -> None:
     assert "1 step is to be redone" in script.sentence
 
 
-def test_lost_units_of_the_checkpointed_version_are_read_and_the_rest_kept() -> None:
-    script = formed(4, initial_version=5, initial_checkpoint=MANIFEST)
-    order = lose_a_stage(script)
-    assert (order.version, script.code) == (5, "formed")
-    assert {source.kind for source in order.sources} >= {"checkpoint", "keep"}
-
-
-def test_a_failed_reshape_loses_nothing() -> None:
-    script = script_in(Phase.TRAINING)
-    script.prepared()
-    before = {worker: entry.holds for worker, entry in script.state.workers.items()}
-    script.tell(WorkerLost(worker=script.members[0], cause="killed"))
-    script.aborted()
-    assert script.state.phase is Phase.RESHAPING
-    script.reshaped(script.members[0])
-    script.aborted()
-    assert (script.state.generation, script.state.version) == (3, 1)
-    assert all(entry.holds >= before[worker] for worker, entry in script.state.workers.items())
-
-
 def test_a_worker_that_is_left_over_serves_what_only_it_holds() -> None:
     plans = {2: PLANS[2], 3: PLANS[2], 6: PLANS[6]}
     script = formed(6, plans=plans, expected_nodes=6)
@@ -402,65 +308,6 @@ def test_a_worker_that_is_left_over_serves_what_only_it_holds() -> None:
     (server,) = set(receivers(actions, SendReshape)) - members
     assert server in {source.peer for source in order.sources}
     assert receivers(script.reshaped(), SendStep) == sorted(members)
-
-
-def test_below_the_minimum_survivors_save_what_they_hold_and_wait() -> None:
-    script = formed(4, plans={count: PLANS[count] for count in (4, 6)}, expected_nodes=4)
-    script.prepared()
-    script.tell(WorkerLost(worker="n1", cause="killed"))
-    commits = [action.order for action in script.aborted() if isinstance(action, SendCommit)]
-    assert sorted(unit for order in commits for unit in order.checkpoint_units) == sorted(UNITS)
-    assert all(order.held and order.version == 1 for order in commits)
-    script.committed()
-    script.wake()
-    assert (script.state.phase, script.code) == (Phase.WAITING, "too_few_workers")
-    script.saved(1)
-    assert script.state.saving.checkpoint.version == 1
-    assert script.state.phase is Phase.WAITING
-    order = next(action.order for action in script.ready("n5") if isinstance(action, SendReshape))
-    assert order.version == 1
-    assert {source.kind for source in order.sources} == {"keep", "peer"}
-
-
-def test_an_abort_before_the_loss_is_known_reforms_with_everybody_believed_alive() -> None:
-    script = script_in(Phase.TRAINING)
-    script.prepared("n1")
-    assert script.aborted("n2", peer_lost=True) == (Abort(worker="n3", generation=1), Abort(worker="n4", generation=1))
-    assert receivers(script.aborted(), SendReshape) == ["n1", "n2", "n3", "n4"]
-    aborts = script.tell(WorkerLost(worker="n1", cause="killed"))
-    assert [action.worker for action in aborts if isinstance(action, Abort)] == ["n2", "n3", "n4"]
-
-
-def test_an_order_that_is_never_answered_costs_its_worker() -> None:
-    script = script_in(Phase.TRAINING)
-    script.prepared("n1", "n2", "n3")
-    actions = script.wake()
-    assert actions[0] == EndWorker(worker="n4")
-    assert receivers(actions, SendReshape) == ["n1", "n2", "n3"]
-
-
-def test_a_worker_that_does_not_give_up_its_order_is_given_up() -> None:
-    script = script_in(Phase.ABORTING)
-    script.aborted("n2", "n3")
-    assert script.last.wake_at_s is not None
-    actions = script.tell(Tick(), at_s=script.last.wake_at_s)
-    assert actions[0] == EndWorker(worker="n4")
-    assert receivers(actions, SendReshape) == ["n1", "n2", "n3"]
-
-
-def test_a_worker_that_never_gets_ready_is_given_up() -> None:
-    script = script_in(Phase.TRAINING)
-    script.tell(NodeAppeared(node="n9"))
-    deadline_s = script.now_s + script.state.config.policy.order_timeout_s
-    for _ in range(2):
-        script.prepared()
-    script.now_s = deadline_s
-    assert EndWorker(worker="n9") in script.tell(Tick(), at_s=deadline_s)
-
-
-def test_a_manifest_that_is_never_written_ends_the_run() -> None:
-    (finish,) = script_in(Phase.SEALING).wake()
-    assert finish.outcome == "failed"
 
 
 def test_that_work_is_lost_is_told_whatever_else_a_tick_finds_due() -> None:

@@ -38,21 +38,6 @@ def noticed(script: Script, worker: str, lead_s: float = 2.5, notice: str = "fir
     assert actions == (() if needed else (AcknowledgeNotice(worker=worker, notice=notice),))
 
 
-def test_a_noticed_member_finishes_its_step_and_leaves_at_the_boundary() -> None:
-    script = script_in(Phase.TRAINING)
-    noticed(script, "n2")
-    assert script.code == "notice_taken"
-    assert script.state.workers["n2"].node is NodeState.DRAINING
-    actions = script.prepared()
-    assert (script.state.version, script.state.phase) == (1, Phase.RESHAPING)
-    order = next(action.order for action in actions if isinstance(action, SendReshape))
-    assert "n2" not in {slot.worker for slot in order.slots}
-    assert {source.kind for source in order.sources} <= {"keep", "peer"}
-    assert receivers(script.reshaped(), SendStep) == ["n1", "n3", "n4"]
-    assert script.tell(WorkerLost(worker="n2", cause="revoked")) == ()
-    assert (script.state.version, script.state.phase, script.state.waits.num_fruitless) == (1, Phase.TRAINING, 0)
-
-
 def test_a_member_under_a_long_notice_trains_while_time_allows() -> None:
     script = Script(num_steps=1000, expected_nodes=4, target_nodes=4)
     for number in range(4):
@@ -102,23 +87,6 @@ def test_no_noticed_worker_stays_in_an_unmeasured_or_no_faster_shape() -> None:
     assert member not in idle.members
 
 
-def test_a_notice_during_a_reshape_is_acted_on_before_its_first_step() -> None:
-    script = script_in(Phase.RESHAPING)
-    noticed(script, "n3")
-    actions = script.reshaped()
-    assert receivers(actions, SendReshape)
-    assert receivers(script.reshaped(), SendStep) == ["n1", "n2", "n4"]
-
-
-def test_a_node_that_drains_is_given_no_place_after_a_loss_either() -> None:
-    script = script_in(Phase.TRAINING)
-    script.ready("n5")
-    noticed(script, "n5")
-    script.tell(WorkerLost(worker="n1", cause="killed"))
-    script.aborted()
-    assert {slot.worker for slot in script.state.slots} == {"n2", "n3", "n4"}
-
-
 def test_an_indispensable_member_trains_on_and_is_saved_at_once() -> None:
     """It alone holds its stage; if a replica held the stage too, nothing would have to be saved."""
     for plan, num_saved in ((PLANS[2], len(UNITS)), (PLANS[4], 0)):
@@ -165,16 +133,6 @@ def test_a_notice_of_all_pauses_and_a_void_one_resumes() -> None:
     assert receivers(script.wake(), SendReshape) == ["n1", "n7"]
 
 
-def test_a_node_noticed_while_warming_up_gets_no_place() -> None:
-    script = script_in(Phase.STARTING)
-    noticed(script, "n1", lead_s=100.0)
-    script.ready("n2", "n3")
-    script.ready("n1")
-    assert script.state.workers["n1"].node is NodeState.DRAINING
-    script.tell(Tick(), at_s=script.now_s + 6.0)
-    assert {slot.worker for slot in script.state.slots} == {"n2", "n3"}
-
-
 def acknowledged(actions: Sequence[Action]) -> list[tuple[str, str]]:
     return [(action.worker, action.notice) for action in actions if isinstance(action, AcknowledgeNotice)]
 
@@ -188,21 +146,6 @@ def test_a_member_may_go_only_after_a_step_without_it() -> None:
     assert acknowledged(script.prepared()) == [("n2", "first")]
     assert "nothing of value is left on n2" in script.sentence
     assert acknowledged(script.prepared()) == []
-
-
-def test_a_vm_may_go_once_nothing_is_left_on_its_workers() -> None:
-    script = Script(num_steps=20)
-    script.ready("a.d0", "a.d1", "b.d0", "b.d1")
-    script.reshaped()
-    script.ready("a.d2")  # a spare that holds nothing needed
-    for worker in ("a.d2", "a.d0", "a.d1"):
-        assert script.tell(NoticeGiven(worker=worker, lead_s=2.5, notice="E-1")) == ()
-    script.prepared()
-    assert set(script.members) == {"b.d0", "b.d1"}
-    script.reshaped()
-    actions = script.prepared()
-    told = [action for action in actions if isinstance(action, AcknowledgeNotice)]
-    assert told == [AcknowledgeNotice(worker="a.d0", notice="E-1")]  # a VM is told once
 
 
 def test_a_spare_stays_while_its_vm_has_an_unnoticed_member() -> None:
@@ -236,24 +179,6 @@ def test_a_worker_that_still_writes_a_checkpoint_is_not_released() -> None:
     assert acknowledged([*script.prepared(), *script.prepared()]) == []
     units = [unit for unit, owner in pending.writers.items() if owner == writer]
     assert acknowledged(script.written(pending.version, units)) == [(writer, "first")]
-
-
-def test_a_notice_that_is_withdrawn_is_not_acknowledged() -> None:
-    script = formed(4, num_steps=20)
-    noticed(script, "n2")
-    script.tell(NoticeWithdrawn(worker="n2"))
-    assert acknowledged([*script.prepared(), *script.prepared()]) == []
-    assert script.state.provisioning.leaving == frozenset()
-
-
-def test_a_holder_of_the_only_copy_is_not_released() -> None:
-    script = formed(2, plans={2: PLANS[2]}, num_steps=20, expected_nodes=2)
-    noticed(script, "n2")
-    script.tell(WorkerLost(worker="n1", cause="killed"))
-    actions = script.aborted()
-    assert script.state.phase is Phase.WAITING
-    assert acknowledged(actions) == []
-    assert script.state.provisioning.leaving == {"n2"}
 
 
 def asking() -> Script:

@@ -18,7 +18,6 @@ from manager.controller.state.actions import (
     ReleaseNodes,
     RequestNodes,
     SendReshape,
-    StartWorker,
 )
 from manager.controller.state.config import Offer
 from manager.controller.state.events import (
@@ -47,16 +46,6 @@ def asking(**fields: object) -> Script:
 
 def requested(actions: Sequence[Action]) -> list[tuple[str, int]]:
     return [(action.request, action.count) for action in actions if isinstance(action, RequestNodes)]
-
-
-def test_missing_vms_are_requested_once() -> None:
-    script = asking()
-    assert requested(script.tell(Tick())) == [("job-1", 4)]
-    assert requested(script.tell(Tick())) == []
-    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
-    for node in ("n1", "n2", "n3", "n4"):
-        assert requested(script.tell(NodeAppeared(node=node, request="job-1"))) == []
-    assert script.state.provisioning.requests == {}
 
 
 def asking_types(target: int = 4, fast_usd: float = 3.0, slow_usd: float = 0.5, **policy: object) -> Script:
@@ -183,28 +172,6 @@ def test_an_unanswered_request_is_repeated_under_its_name_a_few_times() -> None:
         assert requested(script.wake()) == [("job-1", 4)]
     assert requested(script.wake()) == [("job-2", 4)]
     assert script.state.provisioning.num_refused == 1
-
-
-def test_grants_that_come_twice_or_after_the_vm_itself_change_nothing() -> None:
-    script = asking()
-    script.tell(Tick())
-    script.tell(NodeAppeared(node="n1", request="job-1"))
-    grant = NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4"))
-    script.tell(grant)
-    assert set(script.state.provisioning.requests["job-1"].granted) == {"n2", "n3", "n4"}
-    script.tell(grant)
-    assert script.code == "ignored"
-
-
-def test_a_node_lost_before_its_grant_is_replaced() -> None:
-    script = asking()
-    script.tell(Tick())
-    for node in ("n1", "n2"):
-        script.tell(NodeAppeared(node=node, request="job-1"))
-    lost = script.tell(WorkerLost(worker="n1", cause="killed"))
-    actions = script.tell(NodesGranted(request="job-1", nodes=("n1", "n2", "n3", "n4")))
-    assert set(script.state.provisioning.requests["job-1"].granted) == {"n3", "n4"}
-    assert requested([*lost, *actions]) == [("job-2", 1)]
 
 
 def absent(script: Script, number: int) -> Sequence[Action]:
@@ -385,12 +352,6 @@ def test_every_state_is_reachable_and_all_but_gone_can_be_lost() -> None:
 def test_an_unlisted_change_is_an_error_that_names_both(state: NodeState, event: NodeEvent) -> None:
     with pytest.raises(ImpossibleNodeChange, match=f"a node that is {state} cannot be {event}"):
         after(state, event)
-
-
-def test_a_node_gets_a_worker_once() -> None:
-    script = Script()
-    assert script.tell(NodeAppeared(node="n1")) == (StartWorker(worker="n1"),)
-    assert script.tell(NodeAppeared(node="n1")) == ()
 
 
 def test_the_start_waits_for_every_expected_node() -> None:

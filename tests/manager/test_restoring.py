@@ -6,11 +6,10 @@ import pytest
 from controller_script import Script, formed, receivers
 from simulated_job import FILES
 
-from manager.controller.state.actions import Abort, Action, EndWorker, FindCheckpoint, Finish, SendReshape
+from manager.controller.state.actions import Abort, Action, FindCheckpoint, Finish, SendReshape
 from manager.controller.state.events import (
     CheckpointFound,
     CheckpointNotFound,
-    ManagerResumed,
     StopRequested,
     Tick,
     WorkerAnswered,
@@ -171,22 +170,8 @@ def test_storage_that_is_read_for_long_is_waited_for(script: Script) -> None:
     assert receivers(script.tell(CheckpointFound(manifest=manifest(6))), SendReshape) == ["n3", "n4"]
 
 
-def test_a_new_manager_looks_again(script: Script) -> None:
-    nobody_can_load(script)
-    assert script.tell(ManagerResumed(living=("n3", "n4"))) == (FindCheckpoint(doubted=6),)
-
-
 def test_a_stop_while_storage_is_read_ends_the_run_and_claims_nothing(script: Script) -> None:
     nobody_can_load(script)
     (finish,) = script.tell(StopRequested(reason="SIGINT"))
     assert finish.outcome == "stopped"
     assert finish.sentence == f"SIGINT; n3 could not load version 6: {DAMAGED}"
-
-
-def test_arrivals_and_losses_during_a_search_are_taken_into_account(script: Script) -> None:
-    nobody_can_load(script)
-    script.tell(WorkerLost(worker="n3", cause="killed"))
-    script.ready("n5")
-    actions = script.tell(CheckpointFound(manifest=manifest(3)))
-    assert receivers(actions, SendReshape) == ["n4", "n5"]
-    assert not any(isinstance(action, EndWorker) for action in actions)

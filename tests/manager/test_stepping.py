@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 
 import pytest
-from controller_script import Script, formed, receivers, script_in, unit_written
+from controller_script import Script, formed, receivers, script_in
 from simulated_job import MANIFEST, PLANS, UNITS
 
 from manager.controller.state.actions import (
     Action,
     Finish,
-    ReasonCode,
     SendCommit,
     SendReshape,
     SendStep,
@@ -23,11 +22,9 @@ from manager.controller.state.events import (
     CheckpointFailed,
     ManifestWritten,
     StopRequested,
-    UnitsWritten,
-    WorkerAnswered,
     WorkerLost,
 )
-from manager.controller.state.state import ControllerState, Phase
+from manager.controller.state.state import Phase
 from manager.controller.state.transition import Transition
 from manager.controller.steps.training_loop import MAX_ATTEMPTS
 from manager.run.controller_config import constant_trace, controller_config
@@ -35,17 +32,6 @@ from morph.contract.cluster import LocalVms, Policy
 from morph.contract.decided import Decided, LossScale
 from morph.contract.plan import Schedule
 from simulator import PlanRequest, synthetic_profile
-
-
-def test_a_step_is_decided_when_the_last_member_prepared_it() -> None:
-    script = script_in(Phase.TRAINING)
-    assert script.prepared("n1", "n2", "n3") == ()
-    assert script.state.version == 0
-    actions = script.prepared("n4")
-    assert script.state.version == 1
-    assert script.code == "step_decided"
-    assert receivers(actions, SendStep) == ["n1", "n2", "n3", "n4"]
-    assert {action.order.step for action in actions if isinstance(action, SendStep)} == {1}
 
 
 def test_an_overflow_runs_the_same_step_again_and_not_for_ever() -> None:
@@ -60,18 +46,6 @@ def test_an_overflow_runs_the_same_step_again_and_not_for_ever() -> None:
     assert "overflowed" in finish.sentence
 
 
-def test_late_and_doubled_answers_change_nothing() -> None:
-    script = script_in(Phase.TRAINING)
-    first = script.prepared_answer("n1")
-    script.prepared()
-    assert script.tell(WorkerAnswered(worker="n1", answer=first)) == ()
-    assert script.code == "ignored"
-    old = first.model_copy(update={"step": 1, "generation": 0})
-    assert script.tell(WorkerAnswered(worker="n1", answer=old)) == ()
-    assert script.code == "ignored"
-    assert len(script.busy) == 4
-
-
 def test_a_checkpoint_is_written_every_so_many_versions_each_unit_once() -> None:
     script = Script()
     script.ready("n1", "n2", "n3", "n4")
@@ -83,32 +57,6 @@ def test_a_checkpoint_is_written_every_so_many_versions_each_unit_once() -> None
         actions = script.prepared()
     assert shares[:3] == [[], [], []]
     assert sorted(shares[3]) == sorted(UNITS)
-
-
-def test_a_checkpoint_waits_for_the_one_before_it() -> None:
-    script = formed(4, num_steps=20)
-    for _ in range(7):
-        script.prepared()
-    assert script.state.saving.pending.version == 3
-    (write,) = script.written(3)
-    assert isinstance(write, WriteManifest)
-    assert {file.unit for file in write.manifest.units} == set(UNITS)
-    script.tell(ManifestWritten(version=3))
-    script.prepared()
-    assert script.state.saving.pending.version == 8
-
-
-def test_a_failed_checkpoint_is_tried_again_a_whole_interval_later() -> None:
-    script = formed(4, num_steps=20)
-    for _ in range(3):
-        script.prepared()
-    script.tell(CheckpointFailed(worker="n1", error="disk full"))
-    assert script.code == "checkpoint_abandoned"
-    for _ in range(2):
-        script.prepared()
-        assert script.state.saving.pending is None
-    script.prepared()
-    assert script.state.saving.pending.version == 6
 
 
 def test_a_refused_writer_repeats_the_last_checkpoint_until_it_is_there() -> None:
@@ -157,48 +105,12 @@ def test_a_last_checkpoint_refused_for_too_long_ends_the_run() -> None:
     assert f"could not be written for {limit_s:g} s" in script.sentence
 
 
-def test_newcomers_join_at_a_step_boundary_when_they_make_it_faster() -> None:
-    script = formed(4)
-    script.ready("n5")
-    assert receivers(script.prepared(), SendStep) == ["n1", "n2", "n3", "n4"]
-    script.ready("n6")
-    actions = script.prepared()
-    assert receivers(actions, SendReshape) == ["n1", "n2", "n3", "n4", "n5", "n6"]
-    assert not receivers(actions, SendStep)
-    assert (script.state.version, script.code) == (2, "formed")
-
-
 def test_newcomers_that_gain_too_little_stay_spare() -> None:
     speed = PLANS[4].expected.examples_per_s * 1.01
     slow = PLANS[6].model_copy(update={"expected": PLANS[6].expected.model_copy(update={"examples_per_s": speed})})
     script = formed(4, plans={4: PLANS[4], 6: slow})
     script.ready("n5", "n6")
     assert receivers(script.prepared(), SendStep) == ["n1", "n2", "n3", "n4"]
-
-
-def test_the_last_version_is_committed_saved_and_sealed_before_the_end() -> None:
-    script = script_in(Phase.TRAINING)
-    script.prepared()
-    actions = script.prepared()
-    commits = [action.order for action in actions if isinstance(action, SendCommit)]
-    assert {order.version for order in commits} == {2}
-    assert sorted(unit for order in commits for unit in order.checkpoint_units) == sorted(UNITS)
-    assert script.committed() == ()
-    assert script.written(2, list(UNITS)[:3]) == ()
-    (write,) = script.written(2)
-    assert isinstance(write, WriteManifest)
-    assert script.tell(ManifestWritten(version=1)) == ()
-    (finish,) = script.tell(ManifestWritten(version=2))
-    assert finish.outcome == "finished"
-
-
-def test_a_stop_saves_the_next_boundary() -> None:
-    script = formed(4)
-    assert script.tell(StopRequested(reason="interrupted")) == ()
-    assert receivers(script.prepared(), SendCommit) == ["n1", "n2", "n3", "n4"]
-    script.committed()
-    (finish,) = script.saved(1)
-    assert finish == Finish(outcome="stopped", sentence="interrupted; version 1 is saved")
 
 
 def test_a_stop_at_a_saved_version_commits_without_writing_it_again() -> None:
@@ -215,18 +127,6 @@ def test_a_stop_at_a_saved_version_commits_without_writing_it_again() -> None:
 def test_a_stop_while_no_worker_trains_ends_at_once(phase: Phase) -> None:
     finish = script_in(phase).tell(StopRequested(reason="interrupted"))[-1]
     assert finish.outcome == "stopped"
-
-
-def test_only_a_units_appointed_writer_is_believed() -> None:
-    script = script_in(Phase.COMMITTING)
-    script.committed()
-    writer = script.state.saving.pending.writers["s0"]
-    for other, author in (("n9", "n9"), ("n9", writer), (writer, "n9")):
-        script.tell(UnitsWritten(worker=other, written=(unit_written(author, 2, "s0"),)))
-        assert script.last.reason.code is ReasonCode.IGNORED
-    assert script.state.saving.pending.written == {}
-    script.tell(UnitsWritten(worker=writer, written=(unit_written(writer, 2, "s0"),)))
-    assert set(script.state.saving.pending.written) == {"s0"}
 
 
 def test_a_writer_lost_after_its_commit_has_the_version_committed_again() -> None:
@@ -278,30 +178,6 @@ def test_the_norm_includes_every_unit_once_and_is_sent_to_every_member() -> None
     assert script.state.decided == Decided(version=1, gradient_norm=NORM)
 
 
-def test_a_job_that_reports_no_norm_receives_none() -> None:
-    script = started()
-    assert orders(script.prepared()) == [Decided(version=1)] * 4
-
-
-def test_survivors_learn_the_facts_of_the_last_decided_step() -> None:
-    script = started()
-    prepare_all(script)
-    script.tell(WorkerLost(worker=script.members[0], cause="killed"))
-    told = orders(script.aborted())
-    assert told == [Decided(version=1, gradient_norm=NORM)] * 3
-    script.aborted()
-    told = orders(script.aborted())
-    assert set(told) <= {Decided(version=1, gradient_norm=NORM)}
-
-
-def test_the_last_commit_tells_them_too() -> None:
-    script = script_in(Phase.TRAINING)
-    prepare_all(script)
-    actions = prepare_all(script)
-    assert [action for action in actions if isinstance(action, SendCommit)]
-    assert orders(actions) == [Decided(version=2, gradient_norm=NORM)] * 4
-
-
 def test_a_restored_version_has_no_facts_of_its_step() -> None:
     script = Script(initial_version=5, initial_checkpoint=MANIFEST, num_steps=9)
     script.ready("n1", "n2", "n3", "n4")
@@ -329,16 +205,6 @@ def test_a_step_that_is_skipped_is_not_run_again_for_an_overflow() -> None:
     actions = script.prepared_with("n4", non_finite=True)
     assert script.state.version == 1
     assert {action.order.attempt for action in actions if isinstance(action, SendStep)} == {0}
-
-
-def test_an_overflow_is_run_again_with_the_same_facts_and_scale() -> None:
-    script = started(SCALE)
-    prepare_all(script)
-    scale = script.state.step.loss_scale
-    script.prepared("n1", "n2", "n3")
-    actions = script.prepared("n4", overflowed=True)
-    assert {action.order.loss_scale for action in actions if isinstance(action, SendStep)} == {scale}
-    assert orders(actions) == [Decided(version=1, gradient_norm=NORM)] * 4
 
 
 def test_the_scale_follows_the_units_through_every_generation() -> None:
@@ -378,12 +244,6 @@ def test_a_scale_that_cannot_get_smaller_ends_the_run() -> None:
     finish = prepare_all(script, non_finite=True)[-1]
     assert isinstance(finish, Finish)
     assert finish.sentence == "gradients are not finite even at a loss scale of 2**-20"
-
-
-def test_facts_survive_json_exactly() -> None:
-    script = started(SCALE)
-    prepare_all(script)
-    assert ControllerState.model_validate_json(script.state.model_dump_json()) == script.state
 
 
 def test_fields_are_replaced_where_they_stand() -> None:

@@ -44,22 +44,6 @@ def test_a_pause_for_a_node_is_no_longer_than_a_later_change() -> None:
     assert receivers(script.tell(Tick(), at_s=until_s), SendReshape) == ["n2", "n3", "n4"]
 
 
-def test_a_node_that_is_overdue_is_not_waited_for() -> None:
-    script = script_in(Phase.TRAINING)
-    script.tell(NodeAppeared(node="n5"))
-    script.now_s += 15.0
-    script.tell(WorkerLost(worker="n1", cause="killed"))
-    assert receivers(script.aborted(), SendReshape) == ["n2", "n3", "n4"]
-
-
-def test_further_losses_do_not_prolong_the_wait() -> None:
-    script = script_in(Phase.HOLDING)
-    until_s = script.state.waits.hold_until_s
-    script.tell(WorkerLost(worker="n2", cause="killed"))
-    assert (script.state.phase, script.state.waits.hold_until_s) == (Phase.HOLDING, until_s)
-    assert receivers(script.tell(Tick(), at_s=until_s), SendReshape) == ["n3", "n4"]
-
-
 def test_the_awaited_node_that_dies_ends_the_wait() -> None:
     script = script_in(Phase.HOLDING)
     actions = script.tell(WorkerLost(worker="n5", cause="killed"))
