@@ -27,7 +27,7 @@ def refine_command(
       morph profile refine runs/tiny -o profile.json
     """
     from manager.report.journal_reader import read_report
-    from manager.run.request import kept_request
+    from manager.run.request import is_job_file, kept_request
     from manager.run_dir import read_facts
     from morph.contract.errors import ProfileError, RunDirError
     from morph.contract.files import write_output
@@ -40,7 +40,7 @@ def refine_command(
     if path is None:
         request = kept_request(run_dir)
         job, path = Path(request.job), request.profile
-        if request.is_job_file:
+        if is_job_file(request.job):
             path = job.parent / load_job_file(job, request.settings).job.profile
     if path is None:
         raise RunDirError("does not name its profile", source=str(run_dir), allowed="--profile FILE")
