@@ -38,7 +38,7 @@ HEADER = "time_s,event,node_id\n"
         ("--steps", "0", "--steps: must be at least 1 (got '0')"),
         ("--steps", "nan", "--steps: must be an integer"),
         ("--trace-speed", "0", "--trace-speed: must be at least 0.001 (got '0')"),
-        ("--trace-speed", "nan", "--trace-speed: must be at least 0.001 (got 'nan')"),
+        ("--trace-speed", "nan", "--trace-speed: must be at most 1000000000 (got 'nan')"),
         (
             "--steps",
             str(10**20),
