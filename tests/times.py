@@ -51,29 +51,21 @@ def in_order(items: list[pytest.Item], root: Path) -> None:
 
 
 class WaitingFiles(OrderedDict[str, dict[str, bool]]):
-    """Files that no process has yet, in order.
-
-    ``assigned``: whether each test has ended, by process and file. ``asking``: the process that needs another file.
-    """
+    """Files that no process has yet, in order. ``assigned``: whether each test has ended, by process and file."""
 
     def __init__(self, assigned: Mapping[Any, Mapping[str, Mapping[str, bool]]]) -> None:
         super().__init__()
         self._assigned = assigned
         self.asking: object = None
+        """The process that needs another file."""
 
     def popitem(self, last: bool = False) -> tuple[str, dict[str, bool]]:
-        """Return the next file with whole runs unless enough other processes have one; then, the next other file.
-
-        If there are only files of one kind, return the next of these.
-        """
+        """Return the next file with whole runs, or the next other one if enough other processes have whole runs."""
         others = [files for process, files in self._assigned.items() if process is not self.asking]
-        wanted = sum(any(_waits(*each) for each in files.items()) for files in others) < MOST_WHOLE_RUNS
+        left = [{file for file, tests in files.items() if not all(tests.values())} for files in others]
+        wanted = sum(any(file.startswith(WHOLE_RUNS) for file in files) for files in left) < MOST_WHOLE_RUNS
         file = next((file for file in self if file.startswith(WHOLE_RUNS) == wanted), next(iter(self)))
         return file, self.pop(file)
-
-
-def _waits(file: str, tests: Mapping[str, bool]) -> bool:
-    return file.startswith(WHOLE_RUNS) and not all(tests.values())
 
 
 class Scheduling(LoadFileScheduling):
