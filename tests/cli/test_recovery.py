@@ -173,7 +173,7 @@ def edited(given: Given, edit: Callable[[dict[str, Any]], object]) -> None:
         (lambda data: data["code"].update({"../../secret.txt": "0"}), "is not below the folder of the job's code"),
         (lambda data: data["code"].update({"/etc/passwd": "0"}), "is not below the folder of the job's code"),
         (lambda data: data.pop("profile"), "recovery.json: profile: is missing"),
-        (lambda data: data.update(run="rm"), "recovery.json: run: Extra inputs"),
+        (lambda data: data.update(run="rm"), "recovery.json: run: is not a known field"),
         (lambda data: data["cluster"]["vms"].update(kind="moon"), "recovery.json: cluster.vms"),
         (lambda data: data.update(schema_version=2), "recovery.json: schema_version"),
     ],

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import re
 import textwrap
-from collections import Counter
 from collections.abc import Mapping
 from importlib import import_module
 from typing import Any, ClassVar
@@ -101,14 +100,12 @@ class Found(dict[str, Command]):
 
 
 class MorphCommand(TyperCommand):
-    """A command whose help fits a screen. It refuses an option that is given twice, and an empty value."""
+    """A command whose help fits a screen. Empty values are refused; of an option given twice, the last counts."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Read the arguments; InputError names an option whose earlier value would be dropped without a word."""
+        """Read the arguments; InputError names one whose value is empty."""
         values, _, order = self.make_parser(ctx).parse_args(args=list(args))
-        for param, times in Counter(order).items():
-            if times > 1 and param.param_type_name == "option" and not param.multiple:
-                raise InputError("is given twice", field=name_of(param), allowed="once")
+        for param in order:
             if isinstance(value := values.get(param.name), str) and not value.strip():
                 raise InputError("is empty", field=name_of(param), allowed="a value")
         return list(super().parse_args(ctx, args))
