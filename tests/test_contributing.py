@@ -54,12 +54,21 @@ def _row(number: int, module: str) -> str:
     return f"| {number} | `{name}` | {sentence} |"
 
 
+def _with_rooms(module: str) -> Iterator[str]:
+    """Yield a module, and after it the folders of the manager, of the engine and of the simulator."""
+    yield module
+    if module in {"manager", "manager.engine", "simulator"}:
+        for folder in sorted((REPOSITORY / module.replace(".", "/")).glob("*/__init__.py")):
+            yield from _with_rooms(f"{module}.{folder.parent.name}")
+
+
 def layers_table() -> str:
     """Return the layers of import-linter's first contract from the top, with each package's own description."""
     settings = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))
     layers = settings["tool"]["importlinter"]["contracts"][0]["layers"]
     rows = ["| layer | package | what it is |", "|---|---|---|"]
-    rows += [_row(number, module) for number, layer in enumerate(layers, 1) for module in layer.split(" | ")]
+    for number, layer in enumerate(layers, 1):
+        rows += [_row(number, room) for module in layer.split(" | ") for room in _with_rooms(module)]
     return "\n".join(rows) + "\n"
 
 
