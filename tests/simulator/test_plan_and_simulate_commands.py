@@ -7,7 +7,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from morph.contract.errors import PlanError, ProfileError
+from morph.contract.errors import InputError, PlanError, ProfileError
 from morph.contract.plan import Plan, load_plan
 from morph.words import count_text, time_text
 from simulator import plan, plan_table, simulate, synthetic_profile
@@ -349,9 +349,9 @@ def test_mistakes_are_typed_errors(profile: Path, tmp_path: Path) -> None:
         _run("plan", profile, "--gpus", 0)
     with pytest.raises(ProfileError, match="missing"):
         _run("plan", tmp_path / "missing.json", "--gpus", 2)
-    with pytest.raises(PlanError, match="cannot be written"):
+    with pytest.raises(InputError, match="cannot be written"):
         _run("plan", profile, "--gpus", 2, "-o", tmp_path / "nowhere" / "plan.json")
-    with pytest.raises(PlanError, match="cannot be written"):
+    with pytest.raises(InputError, match="cannot be written"):
         _run("simulate", profile, "-P", 1, "--png", tmp_path / "nowhere" / "timeline.png")
 
 
