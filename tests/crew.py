@@ -34,6 +34,7 @@ from manager.journal.journal import Journal
 from manager.report.journal_reader import read_report
 from manager.report.values import RunReport
 from manager.run_dir import RunDir, RunFacts
+from morph.contract.base import Value
 from morph.contract.checkpoint import Manifest, UnitFile
 from morph.contract.cluster import Policy
 from morph.contract.decided import Decided, LossScale, decided_step
@@ -46,7 +47,6 @@ from morph.contract.messages import (
     Heartbeat,
     PreCopyOrder,
     Prepared,
-    ProbeOrder,
     Reshaped,
     ReshapeOrder,
     Slot,
@@ -705,23 +705,16 @@ class ManagedCrew:
         )
         member.send("setup", setup)
 
-    def reshape(self, worker: str, order: ReshapeOrder) -> None:
-        self._send(worker, "reshape", order)
-
-    def step(self, worker: str, order: StepOrder) -> None:
-        self._send(worker, "step", order)
-
-    def commit(self, worker: str, order: CommitOrder) -> None:
-        self._send(worker, "commit", order)
-
-    def probe(self, worker: str, order: ProbeOrder) -> None:
-        raise AssertionError(f"{worker} is not slow: {order}")
+    def send(self, worker: str, order: Value) -> None:
+        if isinstance(order, PreCopyOrder):
+            self._control(worker, "ahead", order)
+            return
+        methods = {ReshapeOrder: "reshape", StepOrder: "step", CommitOrder: "commit"}  # no worker is slow: no probe
+        with suppress(OSError):  # the worker is dead, which its reader is about to notice
+            self._members[worker].send(methods[type(order)], order)
 
     def abort(self, worker: str, generation: int) -> None:
         self._control(worker, "abort", generation)
-
-    def pre_copy(self, worker: str, order: PreCopyOrder) -> None:
-        self._control(worker, "ahead", order)
 
     def end(self, worker: str) -> None:
         self._members[worker].process.kill()
@@ -730,10 +723,6 @@ class ManagedCrew:
         return True
 
     # ---- private ----
-
-    def _send(self, worker: str, method: str, order: object) -> None:
-        with suppress(OSError):  # the worker is dead, which its reader is about to notice
-            self._members[worker].send(method, order)
 
     def _control(self, worker: str, command: str, *arguments: object) -> object:
         with suppress(OSError, EOFError):

@@ -17,7 +17,7 @@ from calibrate.computing.subject import load_subject
 from calibrate.timing.samples import Sampling
 from calibrate.writing.schema import schema_text
 from morph.cli.main import app
-from morph.contract.errors import JobError, ProfileError
+from morph.contract.errors import InputError, JobError
 from morph.contract.profile import Profile, load_profile
 from morph.cutting import cut, export_job
 from morph.jobs.job import load_job
@@ -117,7 +117,7 @@ def test_a_profile_is_written_whole_and_read_back(profile: Profile, tmp_path: Pa
 
 @pytest.mark.parametrize(("name", "problem"), [("nowhere/p.json", "does not exist"), (".", "is a folder")])
 def test_a_place_that_cannot_be_written_is_refused(profile: Profile, tmp_path: Path, name: str, problem: str) -> None:
-    with pytest.raises(ProfileError, match=problem):
+    with pytest.raises(InputError, match=problem):
         write_profile(profile, tmp_path / name)
 
 

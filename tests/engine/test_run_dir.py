@@ -184,7 +184,7 @@ def test_reading_facts_names_what_is_wrong(tmp_path: Path) -> None:
     with pytest.raises(RunDirError, match=r"it has no run\.json"):
         read_facts(tmp_path)
     (tmp_path / "run.json").write_text("{")
-    with pytest.raises(RunDirError, match=r"run\.json: Invalid JSON"):
+    with pytest.raises(RunDirError, match=r"run\.json: is not JSON"):
         read_facts(tmp_path)
     (tmp_path / "run.json").write_text(json.dumps(FACTS.model_dump() | {"batch_size": 0}))
     with pytest.raises(RunDirError, match=r"run\.json: batch_size: .*\(got 0\)"):

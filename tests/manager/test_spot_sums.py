@@ -49,12 +49,13 @@ def test_work_done_until_a_worker_aborts_need_not_be_repeated() -> None:
 def test_decisions_form_no_cycles_of_objects() -> None:
     """Else each would keep the state before it until the collector runs, which a replay does without."""
     job = SpotJob(name="job", batch_size=8, plans=PLANS, units=UNITS, unit_bytes=SIZES)
-    cluster = SpotCluster(job, num_steps=10**6, num_expected=4)
-    names = [cluster.vm_came() for _ in range(4)]
-    with without_cycles():
-        gc.collect()
-        cluster.play(60.0)
-        cluster.vm_taken(names[-1])
-        cluster.play(120.0)
-        assert cluster.num_decisions > 10
-        assert gc.collect() < cluster.num_decisions
+    for first in (True, False):  # the first time, modules and compiled loops may be loaded, which leaves cycles
+        cluster = SpotCluster(job, num_steps=10**6, num_expected=4)
+        names = [cluster.vm_came() for _ in range(4)]
+        with without_cycles():
+            gc.collect()
+            cluster.play(60.0)
+            cluster.vm_taken(names[-1])
+            cluster.play(120.0)
+            assert cluster.num_decisions > 10
+            assert gc.collect() < cluster.num_decisions or first
