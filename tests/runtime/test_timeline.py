@@ -10,7 +10,7 @@ import pytest
 from manager.controller.state.events import WorkerAnswered
 from manager.journal.records import Entry
 from manager.report.timelines import draw_measured, timelines_of
-from morph.contract.errors import RunDirError
+from morph.contract.errors import InputError
 from morph.contract.messages import Prepared
 from morph.contract.timeline import ComputeTimes, Peaks, Span, SpanKind, StepTimeline
 from morph.runtime.step.timeline import lay_out, trace, write_trace
@@ -91,7 +91,7 @@ def test_a_trace_is_written_as_json_and_a_bad_place_is_named(tmp_path: Path) -> 
     write_trace(two_stages(), path)
     assert json.loads(path.read_text()) == json.loads(json.dumps(trace(two_stages())))
     assert [entry.name for entry in tmp_path.iterdir()] == [path.name]
-    with pytest.raises(RunDirError, match="nowhere"):
+    with pytest.raises(InputError, match="nowhere"):
         write_trace(two_stages(), tmp_path / "nowhere" / "timeline.json")
 
 
