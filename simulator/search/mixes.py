@@ -36,10 +36,6 @@ Chosen = tuple[tuple[Group, int], ...]
 _HOPE = 0.5
 """The assumed excess (time over bound, minus 1) of a depth that has not been simulated, as a fraction of the smaller
 excess of the two nearest simulated depths."""
-_NEIGHBOUR_HOPE, _STEP = 0.85, 6
-"""The same fraction for a depth between two simulated ones that are at most ``_STEP`` apart."""
-_ROUGHLY = 1.2
-"""The first simulations assume a time that is this many times the first bound."""
 _NEAR = 1e-4
 _ROUNDS = 40
 _CHEAPER = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0)
@@ -58,9 +54,6 @@ _GUESSED = 6
 """This many kinds are simulated before a search may end because of guesses about the others."""
 _TINY = 8
 """With at most this many GPUs, all mixes are considered."""
-_LARGE = 64
-"""With more GPUs than this, where a single depth matters less, a few depths are simulated first and the times of the
-others are guessed from their neighbours."""
 _DOUBT = {True: 1.03, False: 1.02}
 """Mixes whose estimated time is at most this many times the best time are simulated, for tiny pools and for others."""
 _CHANGES = 2
@@ -505,7 +498,7 @@ class Search:
             self.bound_numbers = np.append(self.bound_numbers, [self.total] * more)
         self.numbers = np.repeat(self.bound_numbers[:, None], len(self.groups), axis=1)
         self.times_ns = self.bounds.copy()
-        self.is_tiny, self.is_large = sum(gpus) <= _TINY, sum(gpus) > _LARGE
+        self.is_tiny = sum(gpus) <= _TINY
         self.doubt = _DOUBT[self.is_tiny]
         self.ratios = np.ones(len(self.groups))
         self.num_replicas = 2
@@ -521,8 +514,6 @@ class Search:
             other = self.solve(frozenset((group,)), time_ns)
             if other is not None:
                 found.setdefault(other[1], other[0])
-        for other_chosen in self.of_one_depth(time_ns):
-            found.setdefault(other_chosen, self.time_ns(other_chosen))
         alike = {each: self.time_ns(each) for each in self.alike()}
         alike = {each: alike[each] for each in sorted(alike, key=alike.__getitem__)[:_ALIKE]}
         if self.is_tiny:
@@ -546,7 +537,6 @@ class Search:
         is not below ``below_ns``. ``without``: kinds that are left out.
         """
         changes = 0
-        self.sketch_ns()
         while True:
             found = self.least_time(without, least_ns)
             if found is None:
@@ -566,14 +556,6 @@ class Search:
                 return time_ns, chosen
             for group in new:
                 self.play(group, time_ns)
-
-    def sketch_ns(self) -> float:
-        """Return ``least_ns``. With many GPUs some of the depths are simulated first."""
-        if not self.lines and self.is_large:
-            rough_ns = self.least_ns()
-            for place in range(0, len(self.groups), _STEP):
-                self.play(self.groups[place], rough_ns * _ROUGHLY)
-        return self.least_ns()
 
     def is_far(self, group: Group, time_ns: float) -> bool:
         """Return whether a kind would have far more, or far fewer, micro-batches than it was simulated with."""
@@ -612,10 +594,7 @@ class Search:
         known, others = np.flatnonzero(is_known), np.flatnonzero(~is_known)
         ratios, after = self.ratios[first:end], np.searchsorted(known, others)
         below, above = np.maximum(0, after - 1), np.minimum(len(known) - 1, after)
-        is_between = (after > 0) & (after < len(known))
-        is_between &= self.is_large & (known[above] - known[below] <= _STEP)
-        hope = np.where(is_between, _NEIGHBOUR_HOPE, _HOPE)
-        hoped = 1 + hope * (np.minimum(ratios[known[below]], ratios[known[above]]) - 1)
+        hoped = 1 + _HOPE * (np.minimum(ratios[known[below]], ratios[known[above]]) - 1)
         ratios[others] = hoped
         self.times_ns[:, first:end][:, others] = self.bounds[:, first:end][:, others] * hoped
 
@@ -727,14 +706,6 @@ class Search:
             return self.lines[group]
         place = self.place[group]
         return PiecewiseLinear(zip(map(int, self.numbers[:, place]), map(int, self.times_ns[:, place]), strict=True))
-
-    def of_one_depth(self, time_ns: float) -> Iterator[Chosen]:
-        """Yield mixes with one depth for each type."""
-        ways: list[list[tuple[tuple[Group, int], ...]]] = []
-        for kind, (depths, gains, number) in enumerate(self._parts(self.gains(time_ns))):
-            best = np.argsort(-gains * (number // np.maximum(1, depths)), kind="stable")[:3]
-            ways.append([(((kind, int(depths[place])), number // int(depths[place])),) for place in best.tolist()])
-        yield from (tuple(chain.from_iterable(each)) for each in product(*(way or [()] for way in ways)))
 
     def alike(self) -> Iterator[Chosen]:
         """Yield mixes with one depth for all types; pipelines that are cut alike need the fewest rings."""

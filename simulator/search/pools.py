@@ -169,8 +169,7 @@ class Pools:
     def promising(self, gpus: tuple[int, ...], equal: Sequence[Found], below_ns: float) -> list[tuple[int, Schedule]]:
         """Return micro-batch sizes and schedules for mixes: those of equal pipelines, and the most promising others.
 
-        A size is ranked by a bound, then by a bound within memory, then by a sketch, and finally by the estimated time
-        of its mixes.
+        A size is ranked by a bound, then by a bound within memory, and finally by the estimated time of its mixes.
         """
         found: dict[tuple[int, Schedule], None] = {}
         for each in equal:
@@ -190,10 +189,8 @@ class Pools:
             if known == 0:
                 heapq.heappush(heap, (search.least_ns(), 1, size))
             elif known == 1:
-                heapq.heappush(heap, (search.sketch_ns(), 2, size))
-            elif known == 2:
                 solved = search.solve(frozenset())
-                heapq.heappush(heap, (math.inf if solved is None else solved[0], 3, size))
+                heapq.heappush(heap, (math.inf if solved is None else solved[0], 2, size))
             else:
                 taken.append(time_ns)
                 found[size, schedule] = None
