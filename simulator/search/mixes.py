@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from simulator.costs.answer import SimulatedKind, deal
 from simulator.costs.finish import Ended, finish_together
-from simulator.costs.outcome import Kind, together
+from simulator.costs.outcome import Kind, ShapeOutcome, together
 from simulator.costs.reductions import Rings, rings
 from simulator.engine.compilation import compiled, entry, inlined
 from simulator.engine.times import Ints
@@ -36,12 +36,10 @@ Chosen = tuple[tuple[Group, int], ...]
 _HOPE = 0.5
 """The assumed excess (time over bound, minus 1) of a depth that has not been simulated, as a fraction of the smaller
 excess of the two nearest simulated depths."""
-_NEIGHBOUR_HOPE, _STEP = 0.85, 6
-"""The same fraction for a depth between two simulated ones that are at most ``_STEP`` apart."""
-_ROUGHLY = 1.2
-"""The first simulations assume a time that is this many times the first bound."""
 _NEAR = 1e-4
 _ROUNDS = 40
+_CHEAPER = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0)
+"""Prices are multiplied by each of these to find lower ones."""
 _PLAYED, _FEW = {True: 24, False: 8}, 12
 _ALIKE = 4
 """This many mixes of pipelines of one depth are always simulated."""
@@ -56,9 +54,6 @@ _GUESSED = 6
 """This many kinds are simulated before a search may end because of guesses about the others."""
 _TINY = 8
 """With at most this many GPUs, all mixes are considered."""
-_LARGE = 64
-"""With more GPUs than this, where a single depth matters less, a few depths are simulated first and the times of the
-others are guessed from their neighbours."""
 _DOUBT = {True: 1.03, False: 1.02}
 """Mixes whose estimated time is at most this many times the best time are simulated, for tiny pools and for others."""
 _CHANGES = 2
@@ -120,6 +115,37 @@ def knapsack(sizes, gains, most):  # type: ignore[no-untyped-def]
             if gain > best[number]:
                 best[number], taken[number] = gain, place
     return best, taken
+
+
+def most_by_prices(
+    done: Sequence[Ints], crossing: Iterable[tuple[int, int, Ints, Ints, Ints]], prices: Floats
+) -> tuple[int, Floats]:
+    """Return an upper bound of the micro-batches on all GPUs, and prices of a GPU of each type that prove it.
+
+    If no pipeline finishes more micro-batches than its GPUs cost, all GPUs finish no more than they cost together. The
+    prices begin with ``prices`` and are changed as long as all GPUs then cost less. ``done``: for each type, the
+    micro-batches on 0, 1, ... GPUs; ``crossing``: two types, the stages on each of some pipelines, their micro-batches.
+    """
+    each_type, gpus = np.eye(len(done)), np.array([len(each) - 1 for each in done])
+    needs = [np.outer(np.arange(1, len(each)), row) for each, row in zip(done, each_type, strict=True)]
+    gains = [each[1:] for each in done]
+    for i, j, first, second, gained in crossing:
+        needs.append(np.outer(first, each_type[i]) + np.outer(second, each_type[j]))
+        gains.append(gained)
+    need, gain = np.concatenate(needs), np.concatenate(gains)
+
+    def cost(prices: Floats) -> float:
+        return float((gain / (need @ prices)).max(initial=0.0) * (prices @ gpus))
+
+    least, improved = cost(prices), True
+    while improved:
+        improved = False
+        for place, factor in product(np.flatnonzero(gpus)[1:], _CHEAPER):  # only their ratios matter
+            other = prices.copy()
+            other[place] *= factor
+            if (there := cost(other)) < least * (1 - _NEAR):
+                least, prices, improved = there, other, True
+    return int(least + 1e-6), prices
 
 
 @dataclass(frozen=True)
@@ -344,7 +370,7 @@ class Mixes:
             each = [pipelines.ended(depth, count, most, how) for count in {most, total // number}]
             if each[0] is None or total < number:
                 return None
-            backwards = [one.last_backward_ns for one in each if one is not None]
+            backwards = [end.last_backward_ns for end in each if end is not None]
             last = backwards[0] if len(backwards) == 1 else np.concatenate(backwards, axis=1)
             ended.append(Ended(each[0].costs, last, each[0].to_come_ns))
         return ended
@@ -354,20 +380,20 @@ class Mixes:
         ended = self._ended(chosen, totals, stages)
         if ended is None:
             return math.inf
-        return max(int(one.last_backward_ns.max()) + one.costs.sections.commit_ns for one in ended)
+        return max(int(end.last_backward_ns.max()) + end.costs.sections.commit_ns for end in ended)
 
     def played(self, chosen: Chosen, totals: tuple[int, ...], stages: tuple[Stages, ...]) -> tuple[int, int]:
         """Return the time (ns) of the whole mini-batch, and the place of the kind whose last backward ends last."""
         ended, numbers = self._ended(chosen, totals, stages), [number for _, number in chosen]
         if ended is None:
             return NEVER, 0
-        key = (*((id(one.costs), number) for one, number in zip(ended, numbers, strict=True)),)
+        key = (*((id(end.costs), number) for end, number in zip(ended, numbers, strict=True)),)
         if key not in self._rings:
             sections = ended[0].costs.sections
-            of_kinds = [(one.costs.reduced, number) for one, number in zip(ended, numbers, strict=True)]
+            of_kinds = [(end.costs.reduced, number) for end, number in zip(ended, numbers, strict=True)]
             self._rings[key] = rings(of_kinds, sections.own_reduced_sum_bytes, sections.shared_units)
         conditions = [self.types[kind].sweep.shape_simulator.conditions for ((kind, _), _) in chosen]
-        last_ns = [int(one.last_backward_ns.max()) for one in ended]
+        last_ns = [int(end.last_backward_ns.max()) for end in ended]
         time_ns = finish_together(ended, self._rings[key], conditions, numbers)[0].mini_batch_ns
         return time_ns, last_ns.index(max(last_ns))
 
@@ -384,6 +410,31 @@ class Mixes:
             SimulatedKind(outcome, kind.simulator, name)
             for outcome, kind, name in zip(together(kinds), kinds, names, strict=True)
         ]
+
+
+@dataclass(frozen=True)
+class Found:
+    """One answer: equal pipelines on one type or over two (``node_types``: of each stage, or one for all), or a mix."""
+
+    mini_batch_ns: int
+    workers: tuple[int, ...]
+    node_types: tuple[str, ...] = ("",)
+    outcome: ShapeOutcome | None = None
+    mix: Mix | None = None
+    mixes: Mixes | None = None
+
+    @property
+    def micro_batch_size(self) -> int:
+        """The m of all pipelines."""
+        if self.outcome is not None:
+            return self.outcome.costs.sections.micro_batch_size
+        assert self.mixes is not None, "a mix of nothing"
+        return self.mixes.types[0].settings[0].sections.micro_batch_size
+
+    @property
+    def num_kinds(self) -> int:
+        """The number of kinds of pipelines."""
+        return 1 if self.mix is None else len(self.mix.shares)
 
 
 def _growing(times_ns: Mapping[int, int]) -> dict[int, int]:
@@ -447,7 +498,7 @@ class Search:
             self.bound_numbers = np.append(self.bound_numbers, [self.total] * more)
         self.numbers = np.repeat(self.bound_numbers[:, None], len(self.groups), axis=1)
         self.times_ns = self.bounds.copy()
-        self.is_tiny, self.is_large = sum(gpus) <= _TINY, sum(gpus) > _LARGE
+        self.is_tiny = sum(gpus) <= _TINY
         self.doubt = _DOUBT[self.is_tiny]
         self.ratios = np.ones(len(self.groups))
         self.num_replicas = 2
@@ -463,8 +514,6 @@ class Search:
             other = self.solve(frozenset((group,)), time_ns)
             if other is not None:
                 found.setdefault(other[1], other[0])
-        for other_chosen in self.of_one_depth(time_ns):
-            found.setdefault(other_chosen, self.time_ns(other_chosen))
         alike = {each: self.time_ns(each) for each in self.alike()}
         alike = {each: alike[each] for each in sorted(alike, key=alike.__getitem__)[:_ALIKE]}
         if self.is_tiny:
@@ -488,7 +537,6 @@ class Search:
         is not below ``below_ns``. ``without``: kinds that are left out.
         """
         changes = 0
-        self.sketch_ns()
         while True:
             found = self.least_time(without, least_ns)
             if found is None:
@@ -508,14 +556,6 @@ class Search:
                 return time_ns, chosen
             for group in new:
                 self.play(group, time_ns)
-
-    def sketch_ns(self) -> float:
-        """Return ``least_ns``. With many GPUs some of the depths are simulated first."""
-        if not self.lines and self.is_large:
-            rough_ns = self.least_ns()
-            for place in range(0, len(self.groups), _STEP):
-                self.play(self.groups[place], rough_ns * _ROUGHLY)
-        return self.least_ns()
 
     def is_far(self, group: Group, time_ns: float) -> bool:
         """Return whether a kind would have far more, or far fewer, micro-batches than it was simulated with."""
@@ -554,10 +594,7 @@ class Search:
         known, others = np.flatnonzero(is_known), np.flatnonzero(~is_known)
         ratios, after = self.ratios[first:end], np.searchsorted(known, others)
         below, above = np.maximum(0, after - 1), np.minimum(len(known) - 1, after)
-        is_between = (after > 0) & (after < len(known))
-        is_between &= self.is_large & (known[above] - known[below] <= _STEP)
-        hope = np.where(is_between, _NEIGHBOUR_HOPE, _HOPE)
-        hoped = 1 + hope * (np.minimum(ratios[known[below]], ratios[known[above]]) - 1)
+        hoped = 1 + _HOPE * (np.minimum(ratios[known[below]], ratios[known[above]]) - 1)
         ratios[others] = hoped
         self.times_ns[:, first:end][:, others] = self.bounds[:, first:end][:, others] * hoped
 
@@ -639,15 +676,19 @@ class Search:
                 low = middle
         return high, self.needed(chosen, high)
 
-    def needed(self, chosen: Chosen, time_ns: float) -> Chosen:
-        """Return the mix without pipelines that are not needed to finish in this time (ns)."""
-        gains = self.gains(time_ns)
-        number_of = {group: int(gains[self.place[group]]) for group, _ in chosen}
-        spare, kept = sum(number_of[group] * number for group, number in chosen) - self.total, dict(chosen)
-        for group in sorted(kept, key=lambda each: -each[1]):
-            drop = min(kept[group], spare // number_of[group]) if number_of[group] else kept[group]
+    def needed(self, chosen: Chosen, time_ns: float, spare: int | None = None) -> Chosen:
+        """Return the mix without pipelines that are not needed to finish in this time (ns).
+
+        ``spare``: the surplus micro-batches; None: those of these pipelines alone.
+        """
+        gains, kept = self.gains(time_ns), dict(chosen)
+        if spare is None:
+            spare = sum(int(gains[self.place[group]]) * number for group, number in chosen) - self.total
+        for group, number in sorted(chosen, key=lambda each: -each[0][1]):  # the deepest first
+            gain = int(gains[self.place[group]])
+            drop = min(number, max(0, spare) // gain) if gain else number
             kept[group] -= drop
-            spare -= drop * number_of[group]
+            spare -= drop * gain
         return tuple((group, number) for group, number in sorted(kept.items()) if number)
 
     def time_ns(self, chosen: Chosen) -> float:
@@ -665,14 +706,6 @@ class Search:
             return self.lines[group]
         place = self.place[group]
         return PiecewiseLinear(zip(map(int, self.numbers[:, place]), map(int, self.times_ns[:, place]), strict=True))
-
-    def of_one_depth(self, time_ns: float) -> Iterator[Chosen]:
-        """Yield mixes with one depth for each type."""
-        ways: list[list[tuple[tuple[Group, int], ...]]] = []
-        for kind, (depths, gains, number) in enumerate(self._parts(self.gains(time_ns))):
-            best = np.argsort(-gains * (number // np.maximum(1, depths)), kind="stable")[:3]
-            ways.append([(((kind, int(depths[place])), number // int(depths[place])),) for place in best.tolist()])
-        yield from (tuple(chain.from_iterable(each)) for each in product(*(way or [()] for way in ways)))
 
     def alike(self) -> Iterator[Chosen]:
         """Yield mixes with one depth for all types; pipelines that are cut alike need the fewest rings."""

@@ -95,13 +95,13 @@ class Pipelines:
         """The bounds of pipelines of each depth: arrays over depths, [K + 1]."""
         sections = self.settings[0].sections
         links = np.maximum(0, np.arange(sections.num_sections + 1) - 1)
-        each = [(one.sections.forward_sum_ns + one.sections.backward_sum_ns)[-1] for one in self.settings]
-        fill_ns = np.stack([links * one.least_link_ns + ns for one, ns in zip(self.settings, each, strict=True)])
+        work_ns = [each.sections.forward_sum_ns[-1] + each.sections.backward_sum_ns[-1] for each in self.settings]
+        fill_ns = np.array(work_ns)[:, None] + np.outer([each.least_link_ns for each in self.settings], links)
 
         def paces_ns(held: int) -> tuple[Floats, Floats]:
-            slowest = np.stack([one.slowest_ns(held) for one in self.settings]).astype(np.float64)
+            slowest = np.stack([setting.slowest_ns(held) for setting in self.settings]).astype(np.float64)
             slowest[:, 0] = NEVER
-            window = np.stack([np.maximum(1, one.widest(held)) for one in self.settings])
+            window = np.stack([np.maximum(1, setting.widest(held)) for setting in self.settings])
             return slowest, slowest + np.maximum(0, fill_ns - slowest) / window
 
         return Reach(fill_ns, sections.commit_ns, self.total, sections.num_sections, paces_ns)

@@ -91,10 +91,10 @@ def plan(
         ranked = sweep.fastest(gpus, [depth for depth, _ in shapes], 1 + num_runners_up)
     else:
         ranked = sweep.best(shapes, 1 + num_runners_up, None if objective == "examples_per_s" else objectively)
-    simulations = [describe(one, sweep.shape_simulator) for one in ranked]
+    simulations = [describe(outcome, sweep.shape_simulator) for outcome in ranked]
     sentence = memory_sentence(sweep, shapes, ranked[0], objectively)
     simulations[0] = simulations[0].with_note(sentence)
-    values = [objectively.value(one.shape, one.mini_batch_ns / 1e9) for one in ranked]
+    values = [objectively.value(outcome.shape, outcome.mini_batch_ns / 1e9) for outcome in ranked]
     pools = Pools(profile, request, ("",), (sweep,))
     if objective == "examples_per_s" and allows_unequal(request, on_nodes=True):
         if sizes is None:
@@ -432,16 +432,16 @@ class _Table:
     def found(self) -> Iterator[tuple[int, Plan]]:
         """Yield the plans one after the other."""
         described: dict[Shape, Plan] = {}
-        one: ShapeOutcome | None = None
+        fastest: ShapeOutcome | None = None
         for num_gpus, sweep, shapes in self._searches:
-            if one is None or self._alone:
-                described, one = {}, sweep.fastest(num_gpus, [depth for depth, _ in shapes], 1, self._most)[0]
+            if fastest is None or self._alone:
+                described, fastest = {}, sweep.fastest(num_gpus, [depth for depth, _ in shapes], 1, self._most)[0]
             else:
-                best = sweep.best([one.shape, *shapes], 1)[0]
-                one = min(one, best, key=lambda outcome: outcome.mini_batch_ns)
-            if one.shape not in described:
-                described[one.shape] = describe(one, sweep.shape_simulator).plan
-            self.plans[num_gpus], self.outcomes[num_gpus] = described[one.shape], one
+                best = sweep.best([fastest.shape, *shapes], 1)[0]
+                fastest = min(fastest, best, key=lambda each: each.mini_batch_ns)
+            if fastest.shape not in described:
+                described[fastest.shape] = describe(fastest, sweep.shape_simulator).plan
+            self.plans[num_gpus], self.outcomes[num_gpus] = described[fastest.shape], fastest
             yield num_gpus, self.plans[num_gpus]
 
 

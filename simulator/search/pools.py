@@ -12,7 +12,6 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import permutations, product
 
 import numpy as np
@@ -26,7 +25,7 @@ from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.zone_traffic import usd_between_zones
 from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.request import PlanRequest
-from simulator.search.mixes import Mix, Mixes, Search
+from simulator.search.mixes import Found, Mix, Mixes, Search
 from simulator.search.pipelines import Pipelines
 from simulator.search.sweep import Sweep
 from simulator.search.two_types import TwoTypes
@@ -43,31 +42,6 @@ _TINY, _CROSSING_SIZES, _CROSSED, _BUSY = 8, 2, 128, 0.98
 With more than ``_CROSSED`` GPUs no such pipelines are tried if the best plan uses at least ``_BUSY`` of the GPUs."""
 _SUBSETS = {True: 16, False: 2}
 """How many smaller choices of GPUs are tried: with at most ``_MANY`` GPUs (True), and with more."""
-
-
-@dataclass(frozen=True)
-class Found:
-    """One answer: equal pipelines on one type or over two (``node_types``: of each stage, or one for all), or a mix."""
-
-    mini_batch_ns: int
-    workers: tuple[int, ...]
-    node_types: tuple[str, ...] = ("",)
-    outcome: ShapeOutcome | None = None
-    mix: Mix | None = None
-    mixes: Mixes | None = None
-
-    @property
-    def micro_batch_size(self) -> int:
-        """The m of all pipelines."""
-        if self.outcome is not None:
-            return self.outcome.costs.sections.micro_batch_size
-        assert self.mixes is not None, "a mix of nothing"
-        return self.mixes.types[0].settings[0].sections.micro_batch_size
-
-    @property
-    def num_kinds(self) -> int:
-        """The number of kinds of pipelines."""
-        return 1 if self.mix is None else len(self.mix.shares)
 
 
 def allows_unequal(request: PlanRequest, *, on_nodes: bool = False) -> bool:
@@ -138,11 +112,9 @@ class Pools:
         schedule = self.request.schedule or "varuna"
         answer: Found | None = None
         for size in sizes or self.crossing_sizes(gpus, best, schedule):
-            two_types = self.two_types_of(size, schedule)
-            found = two_types.best(gpus, below_ns, quick=bool(sizes))
+            found = self.two_types_of(size, schedule).best(gpus, below_ns, quick=bool(sizes))
             if found is not None:
-                below_ns, mixes = found.mini_batch_ns, None if found.mix is None else two_types.joint
-                answer = Found(found.mini_batch_ns, found.workers, found.node_types, found.outcome, found.mix, mixes)
+                answer, below_ns = found, found.mini_batch_ns
         return answer
 
     def crossing_sizes(self, gpus: tuple[int, ...], best: Found | None, schedule: Schedule) -> list[int]:
@@ -197,8 +169,7 @@ class Pools:
     def promising(self, gpus: tuple[int, ...], equal: Sequence[Found], below_ns: float) -> list[tuple[int, Schedule]]:
         """Return micro-batch sizes and schedules for mixes: those of equal pipelines, and the most promising others.
 
-        A size is ranked by a bound, then by a bound within memory, then by a sketch, and finally by the estimated time
-        of its mixes.
+        A size is ranked by a bound, then by a bound within memory, and finally by the estimated time of its mixes.
         """
         found: dict[tuple[int, Schedule], None] = {}
         for each in equal:
@@ -218,10 +189,8 @@ class Pools:
             if known == 0:
                 heapq.heappush(heap, (search.least_ns(), 1, size))
             elif known == 1:
-                heapq.heappush(heap, (search.sketch_ns(), 2, size))
-            elif known == 2:
                 solved = search.solve(frozenset())
-                heapq.heappush(heap, (math.inf if solved is None else solved[0], 3, size))
+                heapq.heappush(heap, (math.inf if solved is None else solved[0], 2, size))
             else:
                 taken.append(time_ns)
                 found[size, schedule] = None

@@ -16,16 +16,13 @@ from itertools import permutations, product
 import numpy as np
 
 from morph.contract.plan import Schedule
-from simulator.engine.times import Ints
-from simulator.search.mixes import knapsack
-from simulator.search.pipelines import Floats, Reach
+from simulator.search.mixes import knapsack, most_by_prices
+from simulator.search.pipelines import Reach
 from simulator.search.pools import Pools
 from simulator.search.setting import SCHEDULES
 
 _NEAR = 1e-4
 """Relative precision of the bound."""
-_CHEAPER = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0)
-"""Prices are multiplied by each of these as long as all GPUs together then cost less."""
 
 
 def least_ns(pools: Pools, gpus: Sequence[int], above_ns: float) -> float:
@@ -70,40 +67,17 @@ class _Reach:
 
     def share(self, time_ns: float, *, rough: bool = False) -> float:
         """Return an upper bound of the share of the mini-batch that is finished in this time (ns)."""
-        return self._most(time_ns, rough) / self.total
-
-    def _most(self, time_ns: float, rough: bool) -> int:
         done = []
         for reach, number in zip(self.alone, self.gpus, strict=True):
             by_depth = reach.gains(time_ns, rough=rough)[: number + 1]
             depths = np.flatnonzero(by_depth)
             done.append(knapsack(depths, by_depth[depths], number)[0])
         if not self.splits:
-            return sum(int(each[-1]) for each in done)
-        needs, gains = [np.zeros((0, len(done)), np.int64)], [np.zeros(0, np.int64)]
-        for place, each in enumerate(done):
-            needs.append(np.outer(np.arange(1, len(each)), np.arange(len(done)) == place))
-            gains.append(each[1:])
+            return sum(int(each[-1]) for each in done) / self.total
+        crossing = []
         for i, j, splits in self.splits:
-            found = splits.gains(time_ns, rough=rough)
-            first, second = np.nonzero(found)
-            needs.append(np.outer(first, np.arange(len(done)) == i) + np.outer(second, np.arange(len(done)) == j))
-            gains.append(found[first, second])
-        return self._priced(np.concatenate(needs).astype(np.float64), np.concatenate(gains))
-
-    def _priced(self, needs: Floats, gains: Ints) -> int:
-        """Return what all GPUs cost, where no pipeline, which ``needs`` GPUs [M, T], finishes more than it costs."""
-        gpus = np.array(self.gpus, np.float64)
-
-        def cost(prices: Floats) -> float:
-            return float((gains / (needs @ prices)).max(initial=0.0) * (prices @ gpus))
-
-        least, improved = cost(self.prices), True
-        while improved:
-            improved = False
-            for place, factor in product(np.flatnonzero(gpus)[1:], _CHEAPER):  # only their ratios matter
-                other = self.prices.copy()
-                other[place] *= factor
-                if (there := cost(other)) < least * (1 - _NEAR):
-                    least, self.prices, improved = there, other, True
-        return int(least + 1e-6)
+            gains = splits.gains(time_ns, rough=rough)
+            first, second = np.nonzero(gains)
+            crossing.append((i, j, first, second, gains[first, second]))
+        most, self.prices = most_by_prices(done, crossing, self.prices)
+        return most / self.total

@@ -33,9 +33,9 @@ from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import PlanRequest
 from simulator.search.choice import PlanChoice
-from simulator.search.mixes import Mixes
+from simulator.search.mixes import Found, Mixes
 from simulator.search.objectives import Cheapest, Shape, usd_per_h_of
-from simulator.search.pools import Found, Pools
+from simulator.search.pools import Pools
 from simulator.search.sweep import Sweep
 
 Floats = npt.NDArray[np.float64]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from itertools import permutations
 from typing import NamedTuple
@@ -27,7 +26,7 @@ from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.stage_costs import SectionCosts
 from simulator.engine.compilation import compiled, entry
 from simulator.engine.times import Ints
-from simulator.search.mixes import Chosen, Mix, Mixes, Search
+from simulator.search.mixes import Chosen, Found, Mixes, Search, most_by_prices
 from simulator.search.partition import PartitionTable, partition_table
 from simulator.search.pipelines import Floats, Pipelines, Reach
 from simulator.search.setting import Rule, Setting, widest_alike
@@ -39,9 +38,8 @@ _TINY = 8
 _LOOKED_AT, _FINALS, _DOUBT = {True: 24, False: 3}, {True: 24, False: 2}, {True: 1.2, False: 1.02}
 """For tiny pools (True) and others: how many mixes are simulated roughly, in both orders of types; how many of them are
 simulated exactly; and how many times as long as the best one such a mix may be estimated to take."""
-_DENSE = 64
-"""With many GPUs this many splits are tried: those with most micro-batches for the speed of their GPUs."""
 _MANY_PLACES = 2_500
+"""If two types have more pairs of numbers of GPUs, only splits that finish more than others on as many are tried."""
 _HOPEFUL = {True: 1.05, False: 1.0}
 """A mix is tried if its estimate is at most this many times the time to surpass, for tiny pools (True) and others."""
 _HOPE = 0.5
@@ -128,8 +126,8 @@ class Border:
     @cached_property
     def fill_ns(self) -> int:
         """The least time in which a micro-batch passes all sections forward and backward, without messages."""
-        each = [np.diff(one.sections.forward_sum_ns + one.sections.backward_sum_ns) for one in self.settings]
-        return int(np.minimum(*each).sum())
+        work_ns = [np.diff(each.sections.forward_sum_ns + each.sections.backward_sum_ns) for each in self.settings]
+        return int(np.minimum(*work_ns).sum())
 
     def widest(self, schedule: Schedule, most: int) -> Ints:
         """Return the most micro-batches that are not flushed before others begin, by P; GPipe flushes its windows."""
@@ -223,31 +221,6 @@ def _most_on_both(first, second, gains, alone, others):  # type: ignore[no-untyp
     return best, taken
 
 
-def _most_by_prices(gained: tuple[Ints, Ints, Ints, Ints], alone: Ints, beside: Ints) -> int:
-    """Return an upper bound of the micro-batches on all GPUs of two types.
-
-    If each GPU of a type has a price, and no pipeline finishes more micro-batches than its GPUs cost, then all GPUs
-    together finish no more than they cost. The prices with which they cost least are found by ternary search.
-    """
-    first, second, gains, _ = gained
-    low, high, least = 0.0, math.pi / 2, math.inf
-    numbers = np.arange(1, len(alone)), np.arange(1, len(beside))
-
-    def cost(angle: float) -> float:
-        prices = math.cos(angle), math.sin(angle)
-        dearest = float((gains / (first * prices[0] + second * prices[1])).max(initial=0.0))
-        for price, number, done in zip(prices, numbers, (alone, beside), strict=True):
-            dearest = max(dearest, float((done[1:] / (number * max(price, 1e-12))).max(initial=0.0)))
-        return dearest * (prices[0] * (len(alone) - 1) + prices[1] * (len(beside) - 1))
-
-    for _ in range(_ROUNDS):
-        left, right = low + (high - low) / 3, high - (high - low) / 3
-        costs = cost(left), cost(right)
-        least = min(least, *costs)
-        low, high = (low, right) if costs[0] < costs[1] else (left, high)
-    return int(least + 1e-6)
-
-
 def reach_of_two(borders: Sequence[Border], schedule: Schedule, total: int, most: tuple[int, int]) -> Reach:
     """Return the bounds of pipelines with up to ``most`` stages on each type, in arrays over these two numbers."""
     fill_ns = np.array([each.fill_ns for each in borders], np.float64)[:, None, None]
@@ -264,17 +237,6 @@ def reach_of_two(borders: Sequence[Border], schedule: Schedule, total: int, most
     return Reach(fill_ns, borders[0].settings[0].sections.commit_ns, total, num_sections, paces_ns)
 
 
-@dataclass(frozen=True)
-class SplitFound:
-    """Simulated pipelines over two types: a mix, or only equal ones with these types by stage."""
-
-    mini_batch_ns: int
-    workers: tuple[int, ...]
-    mix: Mix | None = None
-    outcome: ShapeOutcome | None = None
-    node_types: tuple[str, ...] = ()
-
-
 class TwoTypes:
     """The search for pipelines over two types, with one micro-batch size and schedule."""
 
@@ -289,7 +251,7 @@ class TwoTypes:
         self._rough: dict[tuple[Split, int], dict[SplitSetting, int]] = {}
         self._alone: dict[tuple[Split, int], ShapeOutcome | None] = {}
 
-    def best(self, gpus: tuple[int, ...], below_ns: float, *, quick: bool = False) -> SplitFound | None:
+    def best(self, gpus: tuple[int, ...], below_ns: float, *, quick: bool = False) -> Found | None:
         """Return the fastest such mix below ``below_ns``; None: none. ``quick``: simulate only the most promising."""
         is_tiny, search = sum(gpus) <= _TINY, self.mixes.search(gpus)
         hopeful, rough = self._hopeful(gpus, below_ns * _HOPEFUL[is_tiny]), []
@@ -302,7 +264,7 @@ class TwoTypes:
             elif (known := self.joint.settled(chosen, "rough", thorough=is_tiny)) is not None:
                 rough.append((float(known[0]), splits, others))
         rough.sort(key=lambda each: each[0])
-        best: SplitFound | None = None
+        best: Found | None = None
         for time_ns, splits, others in rough[:num_finals]:
             least = min(below_ns, math.inf if best is None else best.mini_batch_ns)
             if time_ns < least * _DOUBT[is_tiny]:
@@ -394,20 +356,13 @@ class TwoTypes:
         first, second = np.nonzero(gains)
         return first, second, gains[first, second], order[first, second]
 
-    def _densest(self, pair: tuple[int, int], gained: tuple[Ints, Ints, Ints, Ints]) -> tuple[Ints, Ints, Ints, Ints]:
-        """Return the splits with most micro-batches for the speed of their GPUs."""
-        speeds = [1 / self.sweeps[kind].settings[0].sections.backward_sum_ns[-1] for kind in pair]
-        density = gained[2] / (gained[0] * speeds[0] + gained[1] * speeds[1])
-        kept = np.sort(np.argsort(-density, kind="stable")[:_DENSE])
-        return gained[0][kept], gained[1][kept], gained[2][kept], gained[3][kept]
-
     def _done(self, search: Search, pair: tuple[int, int], time_ns: float) -> int:
         """Return the most micro-batches in this time (ns), by the bounds or estimates of a search."""
         done, gained = search.done(time_ns), self._gains(search, pair, time_ns)
         alone, beside = (done[kind] for kind in pair)
         others = sum(int(each[-1]) for kind, each in enumerate(done) if kind not in pair)
         if len(alone) * len(beside) > _MANY_PLACES:
-            return others + _most_by_prices(gained, alone, beside)
+            return others + most_by_prices((alone, beside), [(0, 1, *gained[:3])], np.ones(2))[0]
         return others + int(_most_on_both(*gained[:3], alone, beside)[0][-1, -1])
 
     def _least_time(self, search: Search, pair: tuple[int, int]) -> float:
@@ -438,8 +393,9 @@ class TwoTypes:
             if time_ns == math.inf:
                 continue
             gained, done = self._gains(search, pair, time_ns), search.done(time_ns)
-            if len(gained[0]) > _DENSE and math.prod(len(done[kind]) for kind in pair) > _MANY_PLACES:
-                gained = self._densest(pair, gained)
+            if math.prod(len(done[kind]) for kind in pair) > _MANY_PLACES:  # others are never needed
+                more = gained[2] > done[pair[0]][gained[0]] + done[pair[1]][gained[1]]
+                gained = gained[0][more], gained[1][more], gained[2][more], gained[3][more]
             for splits in self._ways(pair, gpus, gained, done):
                 used = self.gpus_of(splits, ())
                 left = tuple(number - taken for number, taken in zip(gpus, used, strict=True))
@@ -448,7 +404,7 @@ class TwoTypes:
                 for split, number in splits.items():
                     ends = (split.num_first, split.num_second)
                     num_done += number * places[ends if split.first == pair[0] else ends[::-1]]
-                others = self._without_spare(others, search, time_ns, num_done - self.total)
+                others = search.needed(others, time_ns, num_done - self.total)
                 if sum(splits.values()) + sum(number for _, number in others) <= self.mixes.most_replicas:
                     found.append((time_ns / num_done, len(splits) + len(others), splits, others))
         return [(splits, others) for _, _, splits, others in sorted(found, key=lambda each: each[:2])]
@@ -462,17 +418,6 @@ class TwoTypes:
         nearby = dict.fromkeys((others, (), *search.moved(others)) if search.is_tiny else (others,))
         for ordered in (splits, back) if has_room else (splits,):
             yield from ((ordered, each) for each in nearby)
-
-    @staticmethod
-    def _without_spare(others: Chosen, search: Search, time_ns: float, spare: int) -> Chosen:
-        """Return these pipelines without those that are not needed, given ``spare`` surplus micro-batches."""
-        gains, kept = search.gains(time_ns), []
-        for group, number in others:
-            gain = int(gains[search.place[group]])
-            drop = min(number, max(0, spare) // gain) if gain else number
-            spare -= drop * gain
-            kept.append((group, number - drop))
-        return tuple((group, number) for group, number in kept if number)
 
     def _ways(
         self, pair: tuple[int, int], gpus: tuple[int, ...], gained: tuple[Ints, Ints, Ints, Ints], done: Sequence[Ints]
@@ -555,17 +500,15 @@ class TwoTypes:
             self._alone[split, number] = min(outcomes, key=lambda each: each.mini_batch_ns, default=None)
         return self._alone[split, number]
 
-    def _settled(
-        self, splits: dict[Split, int], others: Chosen, below_ns: float, *, thorough: bool
-    ) -> SplitFound | None:
+    def _settled(self, splits: dict[Split, int], others: Chosen, below_ns: float, *, thorough: bool) -> Found | None:
         chosen, workers = self.chosen(splits, others), self.gpus_of(splits, others)
         if len(chosen) == 1:
             (split, number), *_ = splits.items()
             outcome = self.equal(split, number)
             types = self.joint.types[self._kind(split)].node_types
-            return None if outcome is None else SplitFound(outcome.mini_batch_ns, workers, None, outcome, types)
+            return None if outcome is None else Found(outcome.mini_batch_ns, workers, types, outcome)
         best = self.joint.exact(chosen, below_ns, thorough=thorough)
-        return None if best is None else SplitFound(best.mini_batch_ns, workers, best)
+        return None if best is None else Found(best.mini_batch_ns, workers, mix=best, mixes=self.joint)
 
     def gpus_of(self, splits: Mapping[Split, int], others: Chosen) -> tuple[int, ...]:
         """Return the GPUs of each type."""
