@@ -114,7 +114,7 @@ function showSeries(id, points, from, to, digits, fromZero) {
     plot.append(drawn("line", { x1, y1, x2, y2, stroke, "vector-effect": "non-scaling-stroke" }));
   }
   plot.append(drawn("polyline", { points: path, fill: "none", stroke: "#2f6db3", "stroke-width": 1.8, "vector-effect": "non-scaling-stroke" }));
-  const label = (value) => (digits === null ? short(value) : value.toFixed(digits));
+  const label = (value) => (digits === null ? short(value) : value.toFixed(Number.isInteger(value) ? digits : digits || 1));
   const clock = element("div", undefined, "axis");
   clock.append(element("span", "0 s"), element("span", duration(span / 2)), element("span", duration(span)));
   const marks = [["high", high], ["middle", (low + high) / 2], ["low", low]].map(([name, value]) => element("span", label(value), name));
