@@ -150,9 +150,9 @@ def test_a_vm_whose_first_boot_dies_is_ended_by_its_watchdog(tmp_path: Path) -> 
 def test_a_lonely_vm_deletes_itself_by_its_identity(tmp_path: Path, booted: bool) -> None:
     python = bare_python(tmp_path / "image")
     with VirtualAzure(tmp_path) as azure, ExitStack() as manager:
-        start = START.model_copy(update={"python": python})
+        start = START.model_copy(update={"python": python, "lonely_s": 5.0})  # the watchdog comes five seconds later
         if booted:
-            start, _ = manager.enter_context(managed(azure.hosts, start.model_copy(update={"lonely_s": 5.0})))
+            start, _ = manager.enter_context(managed(azure.hosts, start))
         config = cloud_init(start, "tiny-1-0", "azure").replace(" morph-node.service", "")  # there is no Ray
         azure.region.put_by_hand(machine_of("tiny-1-0"), config)
         if booted:
