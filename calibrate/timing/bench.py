@@ -14,7 +14,7 @@ from morph.jobs.job import Job, Precision
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, change_like
 from morph.runtime.state.fixed_point import first_exponent
 from morph.runtime.state.parts import Memory
-from morph.runtime.step.stage import SectionRun, run_section, section_backward, seed_section
+from morph.runtime.step.stage import SectionForward, run_section, section_backward, seed_section
 
 _MOCK_GRADIENT = 1e-4
 LoadEntries = Callable[[Sequence[str]], Mapping[str, Tensor]]
@@ -40,12 +40,12 @@ class Bench:
     precision: Precision
     device: torch.device
 
-    def forward(self, sample: int) -> SectionRun:
+    def forward(self, sample: int) -> SectionForward:
         """Seed the generators and run forward, as a stage does."""
         seed_section(0, sample, 0, self.section.index)
         return run_section(self.section, self.inputs, self.batch, self.parameters, self.precision)
 
-    def backward(self, run: SectionRun) -> None:
+    def backward(self, run: SectionForward) -> None:
         """Run backward, adding gradients as a stage does."""
         section_backward(self.section, run, self.output_gradients, self.parameters, self.accumulator.add)
 

@@ -44,9 +44,9 @@ from manager.report.steps import SetBack, Step, steps_in
 from manager.report.values import (
     EvaluationRecord,
     MorphRecord,
-    RunOver,
     Saved,
     SessionBegun,
+    SessionOver,
     ShapeLeft,
     ShapeSpan,
     VmCount,
@@ -65,7 +65,7 @@ RECORDS: dict[str, type[Value]] = {
     "set_back": SetBack,
     "saved": Saved,
     "trouble": Trouble,
-    "over": RunOver,
+    "over": SessionOver,
     "life": Life,
     "event": Told,
 }

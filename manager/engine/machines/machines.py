@@ -15,7 +15,7 @@ from manager.engine.local_vms.namespaces import HostNetwork, opened_in
 from manager.engine.local_vms.vm_fleet import VmHost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.worker_pool import Launcher, WorkerPool
-from manager.engine.machines.attachment import Attachment, FoundRun
+from manager.engine.machines.attachment import Attachment, Takeover
 from manager.engine.machines.store_watch import StartedStore, StoreWatch
 from manager.host.ports import LOOPBACK
 from manager.providers.interface.provider import Provider
@@ -58,7 +58,7 @@ class Opening:
     """The arguments for bringing machines up.
 
     Time-outs: see ``Silence``. ``patience_s``: how long everything outlives this process if it is killed. ``ending``:
-    closes what was opened. ``found``: the run that another manager left; None: there is none.
+    closes what was opened. ``takeover``: the run that another manager left; None: there is none.
     """
 
     event_queue: EventQueue
@@ -67,11 +67,11 @@ class Opening:
     outage_timeout_s: float
     patience_s: float
     ending: ExitStack
-    found: FoundRun | None = None
+    takeover: Takeover | None = None
 
 
 OpenMachines = Callable[[Opening], Machines]
-"""Brings machines up, or continues with those that were found."""
+"""Brings machines up, or continues with those of a run that is taken over."""
 
 
 def open_pool(opening: Opening, entrance: Entrance, launcher: Launcher, *checks: Callable[[], None]) -> WorkerPool:
@@ -142,12 +142,12 @@ class Processes:
         """Bring the machines up (see ``OpenMachines``); ClusterError if one does not come up."""
         from manager.engine.on_processes.process_vms import ProcessVms
 
-        network, found, ending = self.network, opening.found, opening.ending
+        network, takeover, ending = self.network, opening.takeover, opening.ending
         if network is not None:
             ending.callback(network.close)
             network.open()
         patience_s = opening.patience_s if network is None else 0.0  # namespaces are named after this process
-        if found is None:
+        if takeover is None:
             begun = self.begun or self.begin(patience_s)
             ending.callback(begun.close)
             entrance, vms = begun.entrance, begun.vms
@@ -163,24 +163,24 @@ class Processes:
                 own_secret=entrance.secret,
             )
         else:
-            attachment = found.attachment
-            entrance = Entrance(found.line.workers, attachment.own_secret)
+            attachment = takeover.attachment
+            entrance = Entrance(takeover.line.workers, attachment.own_secret)
             ending.callback(entrance.listening.close)
             vms = ProcessVms.take_over(
-                found.line,
+                takeover.line,
                 attachment.control_socket,
-                found.greeting["vms"],
+                takeover.greeting["vms"],
                 self.log_path,
                 entrance.home,
                 self._namespace_of,
             )
             ending.callback(vms.close)
-            known = found.greeting["store"]
+            known = takeover.greeting["store"]
             store = StartedStore(vms.start_store, attachment.store_host, attachment.store_port, known)
         watch = StoreWatch(store, opening.event_queue)
         ending.callback(watch.close)
         pool = open_pool(opening, entrance, vms, vms.check, watch.check)
-        return Machines(vms, pool, self._address_of, attachment, lambda: found.vms if found else ())
+        return Machines(vms, pool, self._address_of, attachment, lambda: takeover.vms if takeover else ())
 
     def _entrance(self) -> Entrance:
         network = self.network

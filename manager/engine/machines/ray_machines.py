@@ -40,9 +40,9 @@ class OnRay:
 
         ClusterError: Ray or the store does not start, or listening on an address or port failed.
         """
-        found, ending = opening.found, opening.ending
+        takeover, ending = opening.takeover, opening.ending
         ending.callback(cluster.close)
-        if found is None:
+        if takeover is None:
             try:
                 entrance = Entrance(listen(self.host, self.workers_port), new_secret())
             except OSError as error:
@@ -52,11 +52,11 @@ class OnRay:
             store = StartedStore(cluster.start_store, self.host, self.store_port)
             store.start()
         else:
-            left = found.attachment
-            cluster.take_over(found.line, found.greeting)
-            entrance = Entrance(found.line.workers, left.own_secret)
+            left = takeover.attachment
+            cluster.take_over(takeover.line, takeover.greeting)
+            entrance = Entrance(takeover.line.workers, left.own_secret)
             ending.callback(entrance.listening.close)
-            store = StartedStore(cluster.start_store, self.host, left.store_port, found.greeting["store"])
+            store = StartedStore(cluster.start_store, self.host, left.store_port, takeover.greeting["store"])
         watch = StoreWatch(store, opening.event_queue)
         ending.callback(watch.close)
         launcher = RayLauncher(
@@ -70,8 +70,8 @@ def open_ray(directory: Path) -> OpenMachines:
     """Return machines that are local Ray nodes; they raise ClusterError if Ray does not start."""
 
     def open_machines(opening: Opening) -> Machines:
-        found = opening.found
-        up = found.vms if found else ()
+        takeover = opening.takeover
+        up = takeover.vms if takeover else ()
         cluster = RayCluster(directory, opening.patience_s, gone=lambda vm: opening.event_queue.put(_ended(vm)))
         store, entrance, pool = OnRay(directory).begin(opening, cluster, lambda: up)
         attachment = Attachment(
@@ -81,7 +81,9 @@ def open_ray(directory: Path) -> OpenMachines:
             store_port=store.port,
             own_secret=entrance.secret,
         )
-        return Machines(cluster, pool, lambda _worker: LOOPBACK, found.attachment if found else attachment, lambda: up)
+        return Machines(
+            cluster, pool, lambda _worker: LOOPBACK, takeover.attachment if takeover else attachment, lambda: up
+        )
 
     return open_machines
 

@@ -32,7 +32,7 @@ Pipeline = list[str | None]
 
 
 @dataclass
-class _Run:
+class _PipelinedJob:
     """The progress of the job. ``done``: the trained samples, in whole batches."""
 
     job: SpotJob
@@ -216,7 +216,7 @@ def play_pipelines(
     books = Books(job, nothing_paid(trace, prices))
     plan = job.best_plan(max(job.gpus_per_vm * trace.max_nodes, job.fewest_workers), equal=True)
     assert plan is not None, "some number of workers fits equal pipelines"
-    run = _Run(job, books, plan, None if redundant is None else job.redundant[redundant], most)
+    run = _PipelinedJob(job, books, plan, None if redundant is None else job.redundant[redundant], most)
     for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace), prices, job.gpus_per_vm):
         books.spend(change.time_s, TimeUse.WAITING, 0)
         books.take(change)

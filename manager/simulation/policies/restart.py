@@ -22,7 +22,7 @@ from morph.contract.waits import cheapest_interval_s
 
 
 @dataclass
-class _Run:
+class _RestartingJob:
     """A job that trains, saves and restarts; times in seconds, durations from the job."""
 
     job: SpotJob
@@ -181,7 +181,7 @@ def play_restart(
     """
     most = math.inf if until.num_steps is None else until.num_steps
     books = Books(job, nothing_paid(trace, prices))
-    run = _Run(job, books, every_steps, most)
+    run = _RestartingJob(job, books, every_steps, most)
     leads = [event.notice_s for event in trace.events if event.event == "remove"]
     for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace), prices, job.gpus_per_vm):
         books.spend(change.time_s, TimeUse.WAITING, 0)

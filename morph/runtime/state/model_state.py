@@ -166,7 +166,7 @@ class Weights(Protocol):
         """Read one tensor."""
 
 
-class StoredRun:
+class CheckpointWeights:
     """The parameters and buffers of a run's checkpoint, with its optimizers' state; one unit is in memory at a time."""
 
     def __init__(self, source: str, checkpoint_url: str, manifest: Manifest) -> None:
@@ -251,7 +251,7 @@ class ImportedParameters:
 
     def give_optimizer_state(self, state: UnitState) -> None:
         """Give a unit's optimizer the run's state, as far as it has one. Raises InputError for another optimizer."""
-        assert isinstance(self._file, StoredRun)
+        assert isinstance(self._file, CheckpointWeights)
         tensors: dict[tuple[str, str], Tensor] = {}
         plain: dict[str, Any] = {}
         own = {key for group in group_numbers(state.optimizer) for key in group}
