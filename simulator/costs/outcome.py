@@ -1,6 +1,6 @@
 """Simulates one shape's mini-batch: first as planned, then under the conditions in which it will run.
 
-Orders are planned with the rules of :mod:`simulator.engine.mini_batch`, for workers with their own devices and links.
+Orders are planned with the rules of :mod:`simulator.engine.pipeline`, for workers with their own devices and links.
 Shared links and cores, slow workers and varying times are then simulated by executing those orders
 (:mod:`simulator.engine.execution`), as an executor does.
 """
@@ -17,7 +17,7 @@ from simulator.costs.reductions import rings
 from simulator.costs.stage_costs import StageCosts
 from simulator.costs.worker_times import is_plain, to_come_ns, worker_times
 from simulator.engine.execution import execute_orders
-from simulator.engine.mini_batch import run_pipeline
+from simulator.engine.pipeline import run_pipeline
 from simulator.engine.times import Played
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.jitter import JitterDraw, Spread, has_jitter, spread_of
