@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -34,15 +34,8 @@ OTHER_BATCHES = ("drop", "bamboo", "bamboo-lflb")
 MOST = {"restart": 10**9, "mix": 99}
 
 
-class Play(Protocol):
-    """Plays a job on a trace."""
-
-    def __call__(
-        self, job: SpotJob, trace: Trace, *, until: Until, seed: int, prices: SpotPrices | None, name: str
-    ) -> PolicyOutcome:
-        """Return the outcome."""
-
-
+Play = Callable[..., PolicyOutcome]
+"""Plays a job (``SpotJob``) on a trace; further arguments by name: ``until``, ``seed``, ``prices`` and ``name``."""
 POLICIES: Mapping[str, tuple[Play, str]] = {
     "morph": (
         play_morph,

@@ -6,6 +6,7 @@ import random
 import time
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -291,19 +292,19 @@ def test_an_error_in_the_model_is_not_mistaken_for_lack_of_memory(job: str, monk
     def fail(*_: object) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("calibrate.computing.meter.InThisProcess.measure", fail)
+    monkeypatch.setattr("calibrate.computing.meter.measure_in_turns", fail)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         calibrate(job, num_samples=5)
 
 
 def fill_memory_from(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    from calibrate.computing.meter import InThisProcess
+    from calibrate.computing import meter
 
-    measured = InThisProcess.measure
+    measured = meter.measure_in_turns
 
-    def measure_or_fail(self: InThisProcess, model: object, sampling: object) -> object:
-        if model.micro_batch_size >= size:  # type: ignore[attr-defined]
+    def measure_or_fail(subject: Any, model: Any, sampling: Any) -> object:
+        if model.micro_batch_size >= size:
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-        return measured(self, model, sampling)  # type: ignore[arg-type]
+        return measured(subject, model, sampling)
 
-    monkeypatch.setattr(InThisProcess, "measure", measure_or_fail)
+    monkeypatch.setattr(meter, "measure_in_turns", measure_or_fail)

@@ -30,7 +30,7 @@ STUCK_TIMEOUT_S = 5.0
 
 
 class WorkerConnection(Protocol):
-    """A connection to one worker; all methods may be called from any thread."""
+    """A connection to one worker, made in a higher layer (``joining``). Methods may be called from any thread."""
 
     @property
     def stuck_s(self) -> float:

@@ -16,7 +16,7 @@ from manager.engine.local_vms.vm_fleet import VmHost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.worker_pool import Launcher, WorkerPool
 from manager.engine.machines.attachment import Attachment, Takeover
-from manager.engine.machines.store_watch import StartedStore, StoreWatch
+from manager.engine.machines.store_watch import Store, StoreWatch
 from manager.host.ports import LOOPBACK
 from manager.providers.interface.provider import Provider
 from morph.contract.messages import WorkerSetup
@@ -153,7 +153,7 @@ class Processes:
             entrance, vms = begun.entrance, begun.vms
             vms.start(self.job_path)
             store_host, namespace = (LOOPBACK, None) if network is None else (network.hub_address, network.hub)
-            store = StartedStore(partial(vms.start_store, namespace=namespace), store_host)
+            store = Store(partial(vms.start_store, namespace=namespace), store_host)
             store.start()
             attachment = Attachment(
                 kind="processes",
@@ -176,7 +176,7 @@ class Processes:
             )
             ending.callback(vms.close)
             known = takeover.greeting["store"]
-            store = StartedStore(vms.start_store, attachment.store_host, attachment.store_port, known)
+            store = Store(vms.start_store, attachment.store_host, attachment.store_port, known)
         watch = StoreWatch(store, opening.event_queue)
         ending.callback(watch.close)
         pool = open_pool(opening, entrance, vms, vms.check, watch.check)
