@@ -284,10 +284,6 @@ class Plan(Value):
     def _share_ends(self) -> tuple[int, ...]:
         return tuple(itertools.accumulate(self.micro_batches_per_replica, initial=0))
 
-    def micro_batches_of(self, replica: int) -> range:
-        """Return the global numbers of one replica's micro-batches, in the order in which it runs them."""
-        return range(self._share_ends[replica], self._share_ends[replica + 1])
-
     def share_of(self, replica: int, micro_batches: Sequence[int]) -> Sequence[int]:
         """Return one replica's part of some micro-batches if only these run: the same share as in a whole step."""
         if not self.kinds:

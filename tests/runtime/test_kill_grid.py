@@ -213,7 +213,7 @@ class Kills:
         lost = set(now.lost)
         for slot in now.state.slots:
             if slot.worker in lost:
-                mine = plan.micro_batches_of(slot.replica)
+                mine = plan.share_of(slot.replica, range(plan.num_micro_batches))
                 done = {"forward": 0, "backward": len(mine) - 1 if nth == LAST else nth}.get(phase, len(mine))
                 mask = sum(1 << number for number in mine[:done])
                 for unit, section in places:
