@@ -100,8 +100,8 @@ class OtherNode:
         except BaseException:
             self._connection.close()
             raise
-        own, other = self._connection.own_address, self._connection.other_address
-        self.between = f"{mine.name} ({own}) and {theirs.name} ({other})"
+        own, remote = self._connection.own_address, self._connection.other_address
+        self.between = f"{mine.name} ({own}) and {theirs.name} ({remote})"
 
     def __enter__(self) -> OtherNode:
         return self

@@ -101,7 +101,7 @@ def _drain_s(spec: RehearsalSpec, plan: Plan) -> float:
     types = {stage.node_type for stage in plan.stages}
     profiles = [of_pool_type(spec.profile, name) for name in types]
     m = plan.micro_batch_size
-    return max(1e-6, min(sum(each.backward[m].median_s for each in one.sections) for one in profiles))
+    return max(1e-6, min(sum(each.backward[m].median_s for each in profile.sections) for profile in profiles))
 
 
 def _rounded_up(value: float) -> float:

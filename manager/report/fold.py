@@ -157,7 +157,7 @@ class Fold:
         noted = [*self.figures.over, *self.morphs.over, *self.lives.over, *events]
         for over in (self.figures.over, self.morphs.over, self.lives.over):
             over.clear()
-        return [Noted(line.sequence, time_s, one) for one in noted]
+        return [Noted(line.sequence, time_s, record) for record in noted]
 
     def _take_fact(self, fact: Fact, time_s: float) -> None:
         self.figures.pass_time(time_s)
@@ -235,7 +235,7 @@ class FoldReader:
     def take(self, entry: Entry) -> list[Noted]:
         """Process one line; return what it adds."""
         line, self._after = self._lines.line(entry), entry.sequence
-        return [] if line is None else [one for one in self.fold.step(line) if isinstance(one.record, self._kinds)]
+        return [] if line is None else [item for item in self.fold.step(line) if isinstance(item.record, self._kinds)]
 
 
 def _folded_anew(journal: Journal, head: Head) -> Fold:

@@ -73,7 +73,7 @@ def lives_in(journal: Journal) -> tuple[Life, ...]:
 def lives_of(fold: Fold, noted: Sequence[Noted]) -> tuple[Life, ...]:
     """Return the lives of all VMs: those that ended, of ``noted``, and the open ones, of ``fold``, which is spent."""
     fold.lives.end_all(fold.lives.last_s)
-    return together([*(one.record for one in noted if isinstance(one.record, Life)), *fold.lives.over])
+    return together([*(item.record for item in noted if isinstance(item.record, Life)), *fold.lives.over])
 
 
 def _report(fold: Fold, noted: Sequence[Noted], condensed: Condensed, source: str) -> RunReport:

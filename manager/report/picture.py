@@ -202,7 +202,9 @@ def _of_steps(report: RunReport, prices: Prices | None) -> Sequence[Point]:
 def _after_losses(report: RunReport, points: Sequence[Point]) -> list[Point]:
     """Return the first point after each loss of VMs."""
     rows = {
-        bisect_right(points, float(one.version), key=lambda point: point[0]) for one in report.morphs if not one.planned
+        bisect_right(points, float(morph.version), key=lambda point: point[0])
+        for morph in report.morphs
+        if not morph.planned
     }
     return [points[row] for row in sorted(rows) if row < len(points)]
 
@@ -353,7 +355,7 @@ def _draw_loss(panel: Axes, report: RunReport) -> None:
     lost = [(time_s, loss) for time_s, loss, redone in points if redone]
     if kept:
         panel.plot(*zip(*kept, strict=True), color=LOSS, linewidth=1.6, label="loss of each step")
-    _draw_evaluations(panel, report, {one.version: one.loss for one in report.evaluations})
+    _draw_evaluations(panel, report, {evaluation.version: evaluation.loss for evaluation in report.evaluations})
     if lost:
         panel.plot(
             *zip(*lost, strict=True), "o", mfc="none", color=UNPLANNED, ms=6, label="lost, and run again", clip_on=False

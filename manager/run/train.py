@@ -128,7 +128,7 @@ def _watching(run: Prepared, opened: RunDir, *, forever: bool) -> tuple[Watching
         {"kind": "callback", "target": str(folder / target), "number": number}
         for number, target in enumerate(cluster.callbacks)
     ]
-    return tuple(Watching.model_validate(common | one) for one in kinds)
+    return tuple(Watching.model_validate(common | kind) for kind in kinds)
 
 
 def _live(run: Prepared, opened: RunDir, spec: SessionSpec, takeover: Takeover | None) -> LiveRun:

@@ -306,8 +306,8 @@ class StageMemory:
         if grouped and self.group_sizes:
             taken, stored = (tables[:, begin, end] for tables in self.all_group_tables)
             most = np.maximum(most, _most(usable - taken, stored).max(0))
-        found: Ints = np.where(self.limited_tables[2][begin, end] > usable, 0, np.maximum(0, most))
-        return found
+        windows: Ints = np.where(self.limited_tables[2][begin, end] > usable, 0, np.maximum(0, most))
+        return windows
 
     @cached_property
     def tables(self) -> tuple[Ints, Ints, Ints]:
@@ -447,8 +447,8 @@ class StageMemory:
             table = np.zeros((size, size + 1), np.int64)
             table[:, 1:] = np.maximum.accumulate(np.where(held, values, least), axis=1) * held
             self._largest[key] = table
-        found: Ints = self._largest[key][begin, end]
-        return found
+        largest: Ints = self._largest[key][begin, end]
+        return largest
 
     @cached_property
     def _largest(self) -> dict[int, Ints]:
@@ -525,5 +525,5 @@ def next_host_bytes(memory: StageMemory, begin: Ints, end: Ints, recompute: Flag
     kept = np.roll(memory.crossing(begin), -1) + memory.crossing(begin)
     if name == "eflb":
         kept = kept + next_activations(memory, begin, end, recompute)
-    found: Ints = num_micro_batches * kept
-    return found
+    num_bytes: Ints = num_micro_batches * kept
+    return num_bytes

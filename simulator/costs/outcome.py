@@ -152,7 +152,7 @@ class ShapeSimulator:
     def orders(self, costs: StageCosts, counts: tuple[int, ...]) -> list[tuple[str, ...]]:
         """The planned order of each stage of each replica; the latest are kept, to describe what was played."""
         sizes = _sizes(counts)
-        by_size = next((found for latest, found in self._latest if latest is costs), {})
+        by_size = next((known for latest, known in self._latest if latest is costs), {})
         if not by_size.keys() >= set(sizes):
             played = self.engine.run_pipeline(costs.times, sizes, schedule=costs.schedule, keep_orders=True)
             by_size = dict(zip(sizes, played.orders, strict=True))

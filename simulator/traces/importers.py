@@ -112,8 +112,8 @@ def _from_events(lines: list[tuple[str, list[str]]], place: ZoneAndType, path: P
             raise TraceError("is not an event", source=where, field="event", value=event, allowed="'add' or 'remove'")
         if _NODE.fullmatch(node) is None:
             raise TraceError("is not a name", source=where, field="node", value=node, allowed="letters, digits, . _ -")
-        told = {"time_s": time_s, "event": event, "node_id": node}
-        events.append((where, TraceEvent.model_validate(told | _told(place, path))))
+        fields = {"time_s": time_s, "event": event, "node_id": node}
+        events.append((where, TraceEvent.model_validate(fields | _told(place, path))))
     check_order(events, "ms")
     return Trace(events=tuple(event for _, event in events)).from_first_event()
 

@@ -145,7 +145,7 @@ def _of(zone: str, events: Sequence[TraceEvent], trace: Trace, revocations: Iter
         num_added=sum(event.event == "add" for event in events),
         num_lost=sum(lost for _, lost in lifetimes),
         num_noticed=len(leads),
-        sizes=dict(sorted(Counter(one.size for one in revocations if zone in (one.zone, ALL)).items())),
+        sizes=dict(sorted(Counter(each.size for each in revocations if zone in (each.zone, ALL)).items())),
         lifetimes=tuple(lifetimes),
         lead_s=float(np.mean(leads)) if leads else None,
         usd_per_h=float(np.mean(usd)) if usd else None,

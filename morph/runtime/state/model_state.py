@@ -96,7 +96,7 @@ def _under_each_name(
     """Return the tensors kept under these names: trained, given to the run, or made by the job's model."""
     whole: dict[str, Tensor] = {}
     for name in dict.fromkeys(names.values()):
-        held = next(found for found in (trained, frozen, state.values) if name in found)[name]
+        held = next(group for group in (trained, frozen, state.values) if name in group)[name]
         whole[name] = held.clone().contiguous()
     return {name: whole[kept] for name, kept in names.items()}
 

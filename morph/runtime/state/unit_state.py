@@ -498,11 +498,13 @@ def apply_all(states: Iterable[UnitState], decided: Decided | None) -> None:
 def _apply_together(states: Sequence[UnitState], decided: Decided | None) -> None:
     begun = [state.optimizer for state in states if state.begin_step(decided)]
     lacking = [
-        one for one in begun if any(entry.grad is None for group in one.param_groups for entry in group["params"])
+        optimizer
+        for optimizer in begun
+        if any(entry.grad is None for group in optimizer.param_groups for entry in group["params"])
     ]
-    for one in lacking:
-        one.step()
-    step_together([one for one in begun if one not in lacking])
+    for optimizer in lacking:
+        optimizer.step()
+    step_together([optimizer for optimizer in begun if optimizer not in lacking])
     for state in states:
         state.end_step(decided)
 
