@@ -150,8 +150,8 @@ def plan_rehearsal(spec: RehearsalSpec) -> Planned:
         profile = stretched(spec.profile, scales.time)
         return Planned(spec, scales, profile, plan_shape(spec, profile))
     trace = spec.trace.from_first_event()
-    each = [choose_scales(spec, plan, num_cores) for plan in _plans_for(spec, trace, spec.profile).values()]
-    scales = Scales(max(one.time for one in each), min(one.message for one in each), each[0].state)
+    chosen = [choose_scales(spec, plan, num_cores) for plan in _plans_for(spec, trace, spec.profile).values()]
+    scales = Scales(max(each.time for each in chosen), min(each.message for each in chosen), chosen[0].state)
     spec, profile = replace(spec, trace=trace.scaled(scales.time)), stretched(spec.profile, scales.time)
     plans = _plans_for(spec, trace, profile)
     return Planned(spec, scales, profile, plan_shape(spec, profile, _first_of(spec, trace, plans)), plans)

@@ -68,8 +68,8 @@ def rehearse_changes(
     _run(planned, run_dir, (measured, load, changes, observe), temporary=temporary, attend=attend)
     return Rehearsal(
         plans=tuple(
-            _rehearsed(replace(planned, simulation=plan_shape(planned.spec, planned.profile, one.only)), one, load)
-            for one in measured.by_plan()
+            _rehearsed(replace(planned, simulation=plan_shape(planned.spec, planned.profile, part.only)), part, load)
+            for part in measured.by_plan()
         ),
         changes=tuple(changes.formed.values()),
         lost=tuple(changes.lost),

@@ -255,7 +255,7 @@ def _folded_anew(journal: Journal, head: Head) -> Fold:
         fold.step(line)
     _take_columns(fold, {name: column[at:] for name, column in steps.items()})
     figures, ledger = fold.figures, fold.ledger
-    known = [one.version for at, _, one in noted_in(saved) if at > session and isinstance(one, Saved)]
+    known = [each.version for at, _, each in noted_in(saved) if at > session and isinstance(each, Saved)]
     figures.checkpoint_version = max([*known, figures.checkpoint_version or 0]) or figures.checkpoint_version
     fold.evaluations, fold.milestones = EvaluationReader(), Milestones()
     for _, _, record in noted_in(journal.records("evaluation")):

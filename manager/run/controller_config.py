@@ -238,8 +238,8 @@ def redundancy_line(
         Slot(worker=next(names[node]), stage=stage, replica=replica)
         for node, (stage, replica) in zip(nodes, best.places, strict=True)
     ]
-    found = redundancy_of(initial_state(config), best, slots, {}, 0.0)
-    return f"followers, {redundancy}: {found.told or 'replicas are enough'}"
+    chosen = redundancy_of(initial_state(config), best, slots, {}, 0.0)
+    return f"followers, {redundancy}: {chosen.told or 'replicas are enough'}"
 
 
 def _check_fits(checkpoint: Manifest, config: ControllerConfig) -> None:

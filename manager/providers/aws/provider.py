@@ -155,8 +155,8 @@ class AwsProvider:
                 self._operations.ended(name)
             raise
         with reading(f"VM {name}"):
-            made = [(one, instance) for one in answer.get("Instances", []) for instance in one["InstanceIds"]]
-            errors = [(str(one["ErrorCode"]), str(one.get("ErrorMessage", ""))) for one in answer.get("Errors", [])]
+            made = [(fleet, instance) for fleet in answer.get("Instances", []) for instance in fleet["InstanceIds"]]
+            errors = [(str(each["ErrorCode"]), str(each.get("ErrorMessage", ""))) for each in answer.get("Errors", [])]
             if made:
                 fleet, instance = made[0]
                 chosen = fleet["LaunchTemplateAndOverrides"]["Overrides"]

@@ -255,8 +255,8 @@ class UnitState:
         def there(tensor: Tensor) -> Tensor:
             return moved(tensor, target) if tensor.device == source else tensor
 
-        stays_here = {id(one) for one in self._updated.values() if self._rules.optimizer_in_host_memory}
-        for parameter in {id(one): one for one in (*self.parameters.values(), *self._updated.values())}.values():
+        stays_here = {id(copy) for copy in self._updated.values() if self._rules.optimizer_in_host_memory}
+        for parameter in {id(each): each for each in (*self.parameters.values(), *self._updated.values())}.values():
             if id(parameter) not in stays_here:
                 parameter.data = there(parameter.data)
         self.buffers = {name: there(buffer) for name, buffer in self.buffers.items()}
