@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import os
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import xxhash
 
+from morph.contract.errors import WaitTimeout
+from morph.file_lock import locked
+
 MOST_BYTES = 256 << 20
 """The largest size of all files in one folder, in bytes."""
 _LOCK = ".lock-"
 _NUM_LOCKS = 16
-_LOCK_S, _LOOK_S = 60.0, 0.02
+_LOCK_S = 60.0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -92,10 +93,9 @@ def open_kept(folder: Path, name: str, write: Callable[[BinaryIO], object], most
     if (found := _opened(folder / name)) is not None:
         return found
     lock = folder / f"{_LOCK}{int(hashlib.sha256(name.encode()).hexdigest(), 16) % _NUM_LOCKS}"
-    with lock.open("wb") as held:
-        until_s = time.monotonic() + _LOCK_S
-        while not _locks(held) and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(WaitTimeout):
+            held.enter_context(locked(lock, _LOCK_S))
         if (found := _opened(folder / name)) is not None:
             return found
         proof = xxhash.xxh3_128()
@@ -142,13 +142,6 @@ def _opened(path: Path) -> IO[bytes] | None:
             raise
         file.close()
     return None
-
-
-def _locks(file: IO[bytes]) -> bool:
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
 
 
 def _made(folder: Path) -> bool:

@@ -112,7 +112,16 @@ def test_the_picture_of_the_packages_shows_each_once() -> None:
     shown = re.findall(r'class="p">([^<]+)<', (REPOSITORY / "docs/images/architecture.svg").read_text(encoding="utf-8"))
     used_by_all = {
         f"morph/{name}"
-        for name in ("contract", "link", "machine.py", "pictures.py", "tables.py", "user_cache.py", "words.py")
+        for name in (
+            "contract",
+            "file_lock.py",
+            "link",
+            "machine.py",
+            "pictures.py",
+            "tables.py",
+            "user_cache.py",
+            "words.py",
+        )
     }
     used_by_all |= {"morph/yaml_files.py", "manager/run_dir.py", "morph/runtime"}
     packages = {"simulator", "calibrate"}
