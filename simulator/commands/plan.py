@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from simulator.inputs.request import ObjectiveName
 
 _NO_ZONE_LINKS = (
-    "links between zones were not measured: they are taken for links between nodes (--set zone_gbit_per_s, "
+    "links between zones were not measured: those between nodes are used instead (--set zone_gbit_per_s, "
     "or `morph calibrate --between-zones`)"
 )
 _FOR_PROGRESS = ("revocations_per_hour", "pause_s", "replacement_s", "revoked_together")

@@ -44,16 +44,16 @@ class JoinedSections(SectionCosts):
         self._memory, self._all_reduces, self._mean_jitters = {}, {}, {}
 
     def _links(self, name: str) -> LinkCosts:
-        """Return the times of the link behind each section; between two types the slower type's or the zones' times."""
+        """Return the times of the link after each section; between two types, the slower type's or the zones' times."""
         links: LinkCosts = copy(getattr(self, name))
         zones = np.array([each.profile.environment.zone for each in self.of_types])
-        behind = np.append(self.type_of[1:], self.type_of[-1])
+        next_type = np.append(self.type_of[1:], self.type_of[-1])
         for field in vars(links):
             every = np.stack([getattr(getattr(each, name), field) for each in self.of_types])
             where = np.arange(self.num_sections)
-            times = np.maximum(every[self.type_of, where], every[behind, where])
+            times = np.maximum(every[self.type_of, where], every[next_type, where])
             if self.between_zones is not None:
-                crosses = zones[self.type_of] != zones[behind]
+                crosses = zones[self.type_of] != zones[next_type]
                 times = np.where(crosses, np.maximum(times, getattr(self.between_zones, field)), times)
             setattr(links, field, times)
         return links

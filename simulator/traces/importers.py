@@ -198,7 +198,7 @@ def _told(place: ZoneAndType, path: Path) -> dict[str, Any]:
 def _count(value: object, where: str) -> int:
     number = _number(value, where, "VMs", f"a whole number, 0 to {MOST_VMS}")
     if number != int(number) or number > MOST_VMS:
-        raise TraceError("is no number of VMs", source=where, value=value, allowed=f"a whole number, 0 to {MOST_VMS}")
+        raise TraceError("is not a VM count", source=where, value=value, allowed=f"a whole number, 0 to {MOST_VMS}")
     return int(number)
 
 
@@ -208,7 +208,7 @@ def _number(value: object, where: str, field: str, allowed: str) -> float:
     except ValueError:
         number = float("nan")
     if not 0 <= number < float("inf"):
-        raise TraceError("is no number", source=where, field=field, value=value, allowed=allowed)
+        raise TraceError("is not a number", source=where, field=field, value=value, allowed=allowed)
     return number
 
 

@@ -133,7 +133,7 @@ def _cone(ends: Iterable[Node]) -> set[Node]:
 
 
 def _move_to_its_value(end: Node) -> None:
-    """Move a buffer's new value directly behind its inputs; at the end of the forward, they would cross every cut."""
+    """Move a buffer's new value directly after its inputs; at the end of the forward, they would cross every cut."""
     chain = [end]
     while isinstance(node := chain[-1].args[0], Node) and node.target in _COPIES and set(node.users) == {chain[-1]}:
         chain.append(node)

@@ -105,7 +105,7 @@ def _users_errors(exported: MarkedJob, entry: Mark | None = None) -> Iterator[No
             raise users_error(error, job, model, "loss") from error
         name = entry.call[0].removeprefix(_PREFIX)
         raise ExportError(
-            f"behind the cut in front of {name}, without running the code in front of it, the model fails: "
+            f"after the cut in front of {name}, the model fails if the code before the cut is not run: "
             f"{type(error).__name__}: {first_line(error)}",
             source=user_line(error, job, model) or entry.source,
             allowed="one tensor across each cut, and gradients by torch.autograd.grad only between two cuts; or no "
@@ -268,7 +268,7 @@ def _goes_past(mark: Mark | None, what: str = "") -> ExportError:
     return ExportError(
         f"{what}a value other than the marked tensor goes past the cut in front of {module}",
         source=mark.source,
-        allowed="one tensor across each cut; behind it, only values made from the batch alone",
+        allowed="one tensor across each cut; after it, only values made from the batch alone",
     )
 
 
