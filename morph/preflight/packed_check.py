@@ -26,7 +26,7 @@ balancing loss, which is one of the whole batch in a plain loop too, changes a r
 
 
 def check_packed(job: Job) -> None:
-    """Run the loss of a document after another one and alone, in evaluation mode, and compare gradients.
+    """Run the loss of one document behind another and alone, in evaluation mode, and compare gradients.
 
     A data set without labels, or without two documents in a sample, is not examined, nor a loss that fails.
     """

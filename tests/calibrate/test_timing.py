@@ -6,7 +6,6 @@ import random
 import time
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -292,19 +291,19 @@ def test_an_error_in_the_model_is_not_mistaken_for_lack_of_memory(job: str, monk
     def fail(*_: object) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("calibrate.computing.meter.measure_in_turns", fail)
+    monkeypatch.setattr("calibrate.computing.meter.InThisProcess.measure", fail)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         calibrate(job, num_samples=5)
 
 
 def fill_memory_from(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    from calibrate.computing import meter
+    from calibrate.computing.meter import InThisProcess
 
-    measured = meter.measure_in_turns
+    measured = InThisProcess.measure
 
-    def measure_or_fail(subject: Any, model: Any, sampling: Any) -> object:
-        if model.micro_batch_size >= size:
+    def measure_or_fail(self: InThisProcess, model: object, sampling: object) -> object:
+        if model.micro_batch_size >= size:  # type: ignore[attr-defined]
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-        return measured(subject, model, sampling)
+        return measured(self, model, sampling)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(meter, "measure_in_turns", measure_or_fail)
+    monkeypatch.setattr(InThisProcess, "measure", measure_or_fail)

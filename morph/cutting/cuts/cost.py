@@ -1,7 +1,7 @@
 """Estimates the cost of one graph node, in floating-point operations for a given number of samples.
 
-Matrix products, attention and convolutions cost what ``torch.utils.flop_counter`` counts, and views cost nothing; all
-other operations cost a fixed number for each element of their output, for memory traffic.
+Products, attention and convolutions count as in ``torch.utils.flop_counter``, views nothing, other operations their
+output elements, weighted for memory traffic.
 """
 
 from __future__ import annotations
