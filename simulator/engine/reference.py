@@ -446,8 +446,8 @@ class _Play:
         redone_ns = [[spans[s, d][:, :, 1].max() for d in replicas] for s in stages] if redundant else None
         return Played(
             last_ns,
-            tuple(tuple("".join(letter for letter, _ in one.tasks) for one in row) for row in by_replica),
-            tuple(tuple(np.array([start for _, start in one.tasks]) for one in row) for row in by_replica),
+            tuple(tuple("".join(letter for letter, _ in each.tasks) for each in row) for row in by_replica),
+            tuple(tuple(np.array([start for _, start in each.tasks]) for each in row) for row in by_replica),
             None if redone_ns is None else np.maximum(last_ns, redone_ns),
             tuple(tuple(spans[s, d] for s in stages) for d in replicas) if redundant else (),
         )
