@@ -112,18 +112,9 @@ def test_the_picture_of_the_packages_shows_each_once() -> None:
     shown = re.findall(r'class="p">([^<]+)<', (REPOSITORY / "docs/images/architecture.svg").read_text(encoding="utf-8"))
     used_by_all = {
         f"morph/{name}"
-        for name in (
-            "contract",
-            "file_lock.py",
-            "link",
-            "machine.py",
-            "pictures.py",
-            "tables.py",
-            "user_cache.py",
-            "words.py",
-        )
+        for name in ("contract", "link", "machine.py", "pictures.py", "tables.py", "user_cache.py", "words.py")
     }
-    used_by_all |= {"morph/yaml_files.py", "manager/run_dir.py", "morph/runtime"}
+    used_by_all |= {"morph/file_lock.py", "morph/yaml_files.py", "manager/run_dir.py", "morph/runtime"}
     packages = {"simulator", "calibrate"}
     for top in ("morph", "manager", "morph/runtime"):
         for path in (REPOSITORY / top).iterdir():
