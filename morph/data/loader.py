@@ -240,8 +240,8 @@ def recipe_of(job: Job) -> Recipe:
     if _RECIPE not in built:
         recipe = Recipe(job.seed, job.collate_fn, job.buckets, job.padding)
         built[_RECIPE] = measured(recipe, data_of(job), lengths_of(job))
-    found: Recipe = built[_RECIPE]
-    return found
+    made: Recipe = built[_RECIPE]
+    return made
 
 
 def measured(recipe: Recipe, dataset: MapDataset, lengths: NDArray[np.int64] | None) -> Recipe:
@@ -288,8 +288,8 @@ def lengths_of(job: Job, field: DataField = "dataset") -> NDArray[np.int64] | No
     if (_LENGTHS, field) not in built:
         data = data_of(job, field)
         built[_LENGTHS, field] = checked_lengths(job.lengths(data), len(data), job.buckets, field)
-    found: NDArray[np.int64] = built[_LENGTHS, field]
-    return found
+    lengths: NDArray[np.int64] = built[_LENGTHS, field]
+    return lengths
 
 
 def order_of(job: Job) -> EpochOrder:

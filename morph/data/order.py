@@ -177,8 +177,8 @@ def weighted(weights: OfDataSet, num_samples: int | None = None) -> Sampler:
         if not 0 < sums[-1] < np.inf or np.any(np.diff(sums, prepend=0) < 0):
             raise wrong_job("sampler: weights", "are not weights to draw by", allowed="numbers from 0, not all 0")
         drawn = _uniform(seed, epoch, num_samples or len(dataset)) * sums[-1]
-        found: NDArray[np.int64] = np.minimum(np.searchsorted(sums, drawn, side="right"), len(sums) - 1)
-        return found
+        indices: NDArray[np.int64] = np.minimum(np.searchsorted(sums, drawn, side="right"), len(sums) - 1)
+        return indices
 
     return sampler
 
@@ -230,10 +230,10 @@ def _numbers_of(values: OfDataSet, dataset: Any, name: str) -> NDArray[Any]:
 
 def _words(seed: int, epoch: int, count: int, key: tuple[int, ...] = ()) -> NDArray[np.uint64]:
     """Return raw random words: numpy promises the same in all versions, unlike for ``Generator``'s methods."""
-    found: NDArray[np.uint64] = np.random.PCG64(
+    words: NDArray[np.uint64] = np.random.PCG64(
         np.random.SeedSequence(entropy=seed, spawn_key=(epoch, *key))
     ).random_raw(count)
-    return found
+    return words
 
 
 def _uniform(seed: int, epoch: int, count: int) -> NDArray[np.float64]:
