@@ -96,7 +96,7 @@ def revocations_of(trace: Trace, window_s: float = WINDOW_S) -> list[Revocation]
 
 
 def counts_of(events: Iterable[TraceEvent]) -> tuple[list[float], list[int]]:
-    """Return times in seconds, and the number of VMs from each on."""
+    """Return the times (seconds) at which VMs come or go, and the number of VMs from each time on."""
     times, counts, now = [0.0], [0], 0
     for event in events:
         now += 1 if event.event == "add" else -1

@@ -27,7 +27,7 @@ def finisher(state: ControllerState) -> WorkerId | None:
 
 
 def take_evaluation(transition: Transition) -> None:
-    """Once all have answered an order, process the evaluation that they report. Raises TrainingStopped."""
+    """Once all members have answered, process the evaluation that they report. Raises TrainingStopped."""
     state = transition.state
     size, step = state.evaluation, state.step
     if size is None or not size.acts:
