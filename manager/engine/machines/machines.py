@@ -16,7 +16,7 @@ from manager.engine.local_vms.vm_fleet import VmHost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.worker_pool import Launcher, WorkerPool
 from manager.engine.machines.attachment import Attachment, Takeover
-from manager.engine.machines.store_watch import Store, StoreWatch
+from manager.engine.machines.store_watch import StartedStore, StoreWatch
 from manager.host.ports import LOOPBACK
 from manager.providers.interface.provider import Provider
 from morph.contract.messages import WorkerSetup
@@ -142,18 +142,18 @@ class Processes:
         """Bring the machines up (see ``OpenMachines``); ClusterError if one does not come up."""
         from manager.engine.on_processes.process_vms import ProcessVms
 
-        network, takeover, ending = self.network, opening.takeover, opening.ending
+        network, found, ending = self.network, opening.takeover, opening.ending
         if network is not None:
             ending.callback(network.close)
             network.open()
         patience_s = opening.patience_s if network is None else 0.0  # namespaces are named after this process
-        if takeover is None:
+        if found is None:
             begun = self.begun or self.begin(patience_s)
             ending.callback(begun.close)
             entrance, vms = begun.entrance, begun.vms
             vms.start(self.job_path)
             store_host, namespace = (LOOPBACK, None) if network is None else (network.hub_address, network.hub)
-            store = Store(partial(vms.start_store, namespace=namespace), store_host)
+            store = StartedStore(partial(vms.start_store, namespace=namespace), store_host)
             store.start()
             attachment = Attachment(
                 kind="processes",
@@ -163,24 +163,24 @@ class Processes:
                 own_secret=entrance.secret,
             )
         else:
-            attachment = takeover.attachment
-            entrance = Entrance(takeover.line.workers, attachment.own_secret)
+            attachment = found.attachment
+            entrance = Entrance(found.line.workers, attachment.own_secret)
             ending.callback(entrance.listening.close)
             vms = ProcessVms.take_over(
-                takeover.line,
+                found.line,
                 attachment.control_socket,
-                takeover.greeting["vms"],
+                found.greeting["vms"],
                 self.log_path,
                 entrance.home,
                 self._namespace_of,
             )
             ending.callback(vms.close)
-            known = takeover.greeting["store"]
-            store = Store(vms.start_store, attachment.store_host, attachment.store_port, known)
+            known = found.greeting["store"]
+            store = StartedStore(vms.start_store, attachment.store_host, attachment.store_port, known)
         watch = StoreWatch(store, opening.event_queue)
         ending.callback(watch.close)
         pool = open_pool(opening, entrance, vms, vms.check, watch.check)
-        return Machines(vms, pool, self._address_of, attachment, lambda: takeover.vms if takeover else ())
+        return Machines(vms, pool, self._address_of, attachment, lambda: found.vms if found else ())
 
     def _entrance(self) -> Entrance:
         network = self.network

@@ -11,7 +11,7 @@ from manager.engine.joining.link_server import Entrance, listen
 from manager.engine.loop.worker_pool import WorkerPool
 from manager.engine.machines.attachment import Attachment
 from manager.engine.machines.machines import Machines, Opening, OpenMachines, open_pool
-from manager.engine.machines.store_watch import Store, StoreWatch
+from manager.engine.machines.store_watch import StartedStore, StoreWatch
 from manager.engine.on_ray.launcher import RayLauncher
 from manager.engine.on_ray.ray_cluster import RayCluster
 from manager.host.ports import LOOPBACK
@@ -35,28 +35,28 @@ class OnRay:
 
     def begin(
         self, opening: Opening, cluster: RayCluster, living: Callable[[], Collection[str]]
-    ) -> tuple[Store, Entrance, WorkerPool]:
+    ) -> tuple[StartedStore, Entrance, WorkerPool]:
         """Start everything, or continue with what is running. ``living``: the workers that may exist.
 
         ClusterError: Ray or the store does not start, or listening on an address or port failed.
         """
-        takeover, ending = opening.takeover, opening.ending
+        found, ending = opening.takeover, opening.ending
         ending.callback(cluster.close)
-        if takeover is None:
+        if found is None:
             try:
                 entrance = Entrance(listen(self.host, self.workers_port), new_secret())
             except OSError as error:
                 raise ClusterError(f"cannot listen on {self.host}: {error.strerror}") from error
             ending.callback(entrance.listening.close)
             cluster.start(entrance.listening)
-            store = Store(cluster.start_store, self.host, self.store_port)
+            store = StartedStore(cluster.start_store, self.host, self.store_port)
             store.start()
         else:
-            left = takeover.attachment
-            cluster.take_over(takeover.line, takeover.greeting)
-            entrance = Entrance(takeover.line.workers, left.own_secret)
+            left = found.attachment
+            cluster.take_over(found.line, found.greeting)
+            entrance = Entrance(found.line.workers, left.own_secret)
             ending.callback(entrance.listening.close)
-            store = Store(cluster.start_store, self.host, left.store_port, takeover.greeting["store"])
+            store = StartedStore(cluster.start_store, self.host, left.store_port, found.greeting["store"])
         watch = StoreWatch(store, opening.event_queue)
         ending.callback(watch.close)
         launcher = RayLauncher(
@@ -70,8 +70,8 @@ def open_ray(directory: Path) -> OpenMachines:
     """Return machines that are local Ray nodes; they raise ClusterError if Ray does not start."""
 
     def open_machines(opening: Opening) -> Machines:
-        takeover = opening.takeover
-        up = takeover.vms if takeover else ()
+        found = opening.takeover
+        up = found.vms if found else ()
         cluster = RayCluster(directory, opening.patience_s, gone=lambda vm: opening.event_queue.put(_ended(vm)))
         store, entrance, pool = OnRay(directory).begin(opening, cluster, lambda: up)
         attachment = Attachment(
@@ -81,9 +81,7 @@ def open_ray(directory: Path) -> OpenMachines:
             store_port=store.port,
             own_secret=entrance.secret,
         )
-        return Machines(
-            cluster, pool, lambda _worker: LOOPBACK, takeover.attachment if takeover else attachment, lambda: up
-        )
+        return Machines(cluster, pool, lambda _worker: LOOPBACK, found.attachment if found else attachment, lambda: up)
 
     return open_machines
 
