@@ -23,12 +23,11 @@ from torch import Tensor
 
 from morph.contract.errors import GenerationAborted, MorphError, PeerLost, TrainingStopped, WaitTimeout
 from morph.contract.messages import DEFAULT_LIMIT_S
-from morph.elastic.codec import Address, book_of
 from morph.elastic.consensus import member
 from morph.elastic.consensus.messages import Ballot
 from morph.elastic.invitation import Invitation
 from morph.elastic.membership import Membership, RingPlace
-from morph.elastic.peers import JOINER, home_at
+from morph.elastic.peers import JOINER, Address, book_of, home_at
 from morph.elastic.shelf import Fetch, Fetcher, Shelf
 from morph.elastic.state import TrainingState
 from morph.link.caller import Call
