@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import BOUND_S
-
 REGION = "us-east-1"
 
 
@@ -72,11 +70,5 @@ def bucket_service() -> Iterator[BucketService]:
     quiet = type("Quiet", (serving.WSGIRequestHandler,), {"log": lambda *_: None})
     server = serving.make_server("127.0.0.1", 0, answer, threaded=True, request_handler=quiet)
     service.port = server.port
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with serving(server):
         yield service
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(BOUND_S)
