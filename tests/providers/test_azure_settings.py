@@ -30,7 +30,8 @@ def identity(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
         monkeypatch.delenv(name, raising=False)
     token = {"access_token": "t0k", "expires_on": "4000000000", "resource": "r", "token_type": "Bearer"}
     with served() as server:
-        server.script("GET", "/token", json_reply(token, headers={"Content-Type": "application/json"}))
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        server.script("GET", "/token", json_reply(token, headers=headers))
         monkeypatch.setenv("IDENTITY_ENDPOINT", f"{server.url}/token")
         monkeypatch.setenv("IDENTITY_HEADER", "h3ader")
         yield server
