@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch._C._distributed_c10d import Store
@@ -51,18 +51,23 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamContext:
-    """The context of all streams from and to one worker, for one order or generation.
+    """The context of all streams from and to one worker, for one order or generation: see ``on``.
 
     ``open_store``: lends a connection to the store. ``limit_s``: how long the other end may be absent; a sender may be
     silent for twice as long.
     """
 
-    occasion: str
     worker: str
     secret: str
+    listen_host: str
     open_store: Callable[[], AbstractContextManager[Store]]
     faults: FaultPlan
+    occasion: str = ""
     limit_s: float = DEFAULT_LIMIT_S
+
+    def on(self, occasion: str, limit_s: float) -> StreamContext:
+        """Return the context for one order or generation."""
+        return replace(self, occasion=occasion, limit_s=limit_s)
 
     def rendezvous(self, receiver: str) -> Rendezvous:
         """Return the rendezvous at which these streams' senders find a receiver."""
