@@ -36,8 +36,7 @@ from morph.link.authority import authority_of, new_key
 from morph.link.caller import TALK, Call
 from morph.link.listener import HELLO_TIMEOUT_S, MOST_OF_SOURCE, PendingCallers
 from morph.runtime.attendants.incoming import Incoming
-from morph.runtime.attendants.rendezvous import StreamContext
-from morph.runtime.attendants.wire import Frame, send_frame
+from morph.runtime.attendants.wire import Frame, StreamContext, send_frame
 from morph.runtime.groups.faults import FaultPlan
 from tests.engine.link_scene import LinkScene
 from tests.waiting import BOUND_S

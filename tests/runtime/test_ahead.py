@@ -21,8 +21,7 @@ from morph.contract.messages import PreCopyMove, PreCopyOrder, ReshapeOrder, Slo
 from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.attendants import outgoing
 from morph.runtime.attendants.pre_copies import PreCopyLane
-from morph.runtime.attendants.rendezvous import Rendezvous, StreamContext
-from morph.runtime.attendants.wire import Frame, send_frame
+from morph.runtime.attendants.wire import Frame, Rendezvous, StreamContext, send_frame
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.unit_state import MakeOptimizer, UnitState, UpdateRules

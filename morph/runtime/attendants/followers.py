@@ -14,8 +14,7 @@ from morph.contract.messages import CommitOrder, MicroBatchLoss, ReshapeOrder, S
 from morph.contract.salvage import PartialSum
 from morph.runtime.attendants.incoming import Incoming
 from morph.runtime.attendants.outgoing import Outgoing
-from morph.runtime.attendants.rendezvous import StreamContext
-from morph.runtime.attendants.wire import Frame
+from morph.runtime.attendants.wire import Frame, StreamContext
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.generation import Generation

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from morph.contract.errors import PeerLost
 from morph.link.listener import HELLO_TIMEOUT_S, Caller, Listener
-from morph.runtime.attendants.rendezvous import StreamContext
 from morph.runtime.attendants.wire import (
     GREETING_BYTES,
     Frame,
+    StreamContext,
     acknowledge,
     apply_update,
     hold_update,

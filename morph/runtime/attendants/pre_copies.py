@@ -10,7 +10,7 @@ from morph.contract.errors import PeerLost
 from morph.contract.messages import CommitOrder, PreCopyOrder, PreCopyReport, ReshapeOrder, StepOrder
 from morph.runtime.attendants.incoming import Incoming
 from morph.runtime.attendants.outgoing import Outgoing
-from morph.runtime.attendants.rendezvous import StreamContext
+from morph.runtime.attendants.wire import StreamContext
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.generation import Generation

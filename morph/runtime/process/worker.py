@@ -50,7 +50,7 @@ from morph.jobs.snapshot import use
 from morph.runtime.attendants.checkpoint_writer import CheckpointWriter
 from morph.runtime.attendants.followers import FollowerLane
 from morph.runtime.attendants.pre_copies import PreCopyLane
-from morph.runtime.attendants.rendezvous import StreamContext
+from morph.runtime.attendants.wire import StreamContext
 from morph.runtime.device.devices import check_kernels
 from morph.runtime.device.link_choice import form_on_devices
 from morph.runtime.device.staging import release_unused
