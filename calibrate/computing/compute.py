@@ -175,7 +175,7 @@ def measure_size(job: Job, meter: Meter, model: CutModel, most: int) -> Measured
     mix = mix_of(job, model.micro_batch_size)
     lengths = {**mix, model.length: 0.0}
     sampling = Sampling(budget_s=_SECONDS_PER_SIZE / len(lengths), most=most)
-    by_length = {length: meter.measure(model.at(length), sampling) for length in lengths}
+    by_length = {length: meter(model.at(length), sampling) for length in lengths}
     return MeasuredSize(model, _mixed(model, by_length, mix), mix)
 
 

@@ -76,7 +76,7 @@ def estimate_profile(
         own, *others = (_Timed(sheet, reached, counts) for sheet in sheets.values())
         sizes, stop_early = sizes_of(job, micro_batch_sizes)
         measured = measure_sizes(
-            subject, own, sizes, free_bytes=own.free_bytes, stop_early=stop_early, most=1, progress=progress
+            subject, own.measure, sizes, free_bytes=own.free_bytes, stop_early=stop_early, most=1, progress=progress
         )
         progress("counting the optimizer's operations", 0.5)
         profile = assemble_profile(
@@ -246,7 +246,7 @@ def _explained(section: Section) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Timed:
-    """Times what was counted by one data sheet; a ``Meter`` of sections."""
+    """Times what was counted by one data sheet; ``measure`` is a ``Meter`` of sections."""
 
     sheet: DataSheet
     reached: Reached
@@ -280,7 +280,7 @@ class _Timed:
             counts = self.counts.unit(model, unit)
             step = timing([total_s(counts.step, sheet, self.reached)])
             units[unit.id] = replace(counts.measured, step=step)
-        return Compute(tuple(measure_size(job, self, size.model, 1) for size in sizes), units, ())
+        return Compute(tuple(measure_size(job, self.measure, size.model, 1) for size in sizes), units, ())
 
     def environment(self) -> Environment:
         """Return the device; nobody measured, as the date says too."""

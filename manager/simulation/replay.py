@@ -16,8 +16,7 @@ from manager.simulation.policies.morph import play_mix, play_morph
 from manager.simulation.policies.pipelines import play_pipelines
 from manager.simulation.policies.restart import play_restart
 from manager.simulation.spot.job import OneVmJob, SpotJob
-from manager.simulation.spot.outcome import PolicyOutcome
-from manager.simulation.spot.run_end import SpotPrices, Until
+from manager.simulation.spot.run_end import PolicyOutcome, SpotPrices, Until
 from morph.contract.errors import ConfigError
 from morph.contract.trace import Trace
 

@@ -38,8 +38,7 @@ from manager.simulation.spot.job import (
     job_from_profile,
     with_redundant_costs,
 )
-from manager.simulation.spot.outcome import PolicyOutcome
-from manager.simulation.spot.run_end import SpotPrices, Until
+from manager.simulation.spot.run_end import PolicyOutcome, SpotPrices, Until
 from morph.contract.errors import ConfigError, InputError, TraceError
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace, TraceEvent, TracePrice, load_trace

@@ -13,7 +13,6 @@ from morph.contract.errors import ClusterError
 
 log = logging.getLogger(__name__)
 
-SEND_TIMEOUT_S = 10.0
 SHORT_LIFE_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from manager.accounting.account import TimeUse
 from manager.simulation.policies.membership import Books, Change, end_of, intervals, nothing_paid, twice_slower
 from manager.simulation.spot.job import RedundantCost, SpotJob
-from manager.simulation.spot.outcome import PolicyOutcome
-from manager.simulation.spot.run_end import SpotPrices, Until
+from manager.simulation.spot.run_end import PolicyOutcome, SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
 from morph.contract.waits import cheapest_interval_s

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from morph.contract.messages import MARKS
-from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
-from morph.cutting.cuts.cost import RECURRENT
+from morph.cutting.cuts.analysis import RECURRENT, REFERENCE_SAMPLES, analyse
 from morph.cutting.exporting.exported_job import ExportedJob, GraphJob, MarkedJob
 from morph.cutting.sections.section import CutModel
 from morph.cutting.source.locate import node_line

@@ -50,6 +50,7 @@ from morph.jobs.snapshot import use
 from morph.runtime.attendants.checkpoint_writer import CheckpointWriter
 from morph.runtime.attendants.followers import FollowerLane
 from morph.runtime.attendants.pre_copies import PreCopyLane
+from morph.runtime.attendants.wire import StreamContext
 from morph.runtime.device.devices import check_kernels
 from morph.runtime.device.link_choice import form_on_devices
 from morph.runtime.device.staging import release_unused
@@ -187,8 +188,15 @@ class Worker:
         self._connections = KeptConnections(setup.store_host, setup.store_port, setup.secret)
         if setup.store_port:
             self._connections.prepare()
-        self._followers = FollowerLane(setup, self._workload, self._faults, self._borrow_store)
-        self._pre_copy = PreCopyLane(setup, self._workload, self._faults, self._borrow_store, self._writer.wake)
+        streams = StreamContext(
+            worker=setup.worker,
+            secret=setup.secret,
+            listen_host=setup.listen_host,
+            open_store=self._borrow_store,
+            faults=self._faults,
+        )
+        self._followers = FollowerLane(streams, self._workload)
+        self._pre_copy = PreCopyLane(streams, self._workload, self._writer.wake)
         self._attendants = (self._writer, self._pre_copy, self._followers, *self._workload.attendants)
         self._training = Training(
             setup.worker, torch.device(setup.device), self._workload, self._attendants, self._faults
