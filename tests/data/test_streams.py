@@ -24,7 +24,8 @@ from morph.contract.errors import JobError
 from morph.data import MicroBatchLoader, data_of
 from morph.data.loader import data_facts
 from morph.data.order import EpochOrder
-from morph.data.streams import Iterated, Jsonl, Mds, Parquet, Rows, ShardOrder, Stream, Tar, _words
+from morph.data.shard_order import ShardOrder, _words
+from morph.data.streams import Iterated, Jsonl, Mds, Parquet, Rows, Stream, Tar
 from morph.elastic.mini_batches import Batch, batches
 from morph.preflight.data_check import check_data, reading_warnings
 from morph.preflight.mean_loss import loss_warnings
