@@ -5,12 +5,10 @@ The pairs are chosen to be unlike: by filled elements of each entry, and by rare
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -22,11 +20,11 @@ from morph.contract.errors import JobError, MorphError
 from morph.contract.messages import SAMPLES, SUM, WEIGHT
 from morph.cutting.deferred_init.construct import build_really, training_mode
 from morph.cutting.trial_run.trial import example_batch, move_weights, run_really
-from morph.data.batches import ALONE, flat_sample
 from morph.data.loader import data_of, num_at_hand, order_of, recipe_of
 from morph.jobs.job import Job
 from morph.losses import values_of
 from morph.preflight.equal_draws import EqualDraws
+from morph.preflight.unlike_pairs import Look, look, unlike_pairs
 from morph.words import counted
 
 _FEWEST_READ, _MOST_READ, _READ_AT_ONCE = 32, 512, 32
@@ -40,12 +38,6 @@ _ROUNDINGS = 4.0
 _GRADIENT_TOLERANCE, _GRADIENT_ROUNDINGS = 1e-4, 1e3
 _LEAST_SIZE = 1e-4
 """Gradients smaller than this share of the largest parameter's are judged as if they had its size: mere rounding."""
-IGNORED = (-100, 0, -1, 1)
-"""Values of elements that losses ignore."""
-_VALUE = "value"
-_FEWEST_PAIRS, _MOST_PAIRS = 4, 32
-_MOST_LABELS = 64
-_MOST_COUNTED = 1 << 20
 
 
 class LossFailed(Exception):
@@ -397,80 +389,3 @@ def _left_out(runs: _Runs) -> list[str]:
     numbers = ", ".join(map(str, sorted(lost)))
     which = f"sample {numbers} alone" if len(lost) == 1 else f"each of the samples {numbers} alone"
     return [f"the loss of {which} is {values}: left out of the check whether the loss is a mean over samples"]
-
-
-@dataclass(frozen=True)
-class Look:
-    """What matters of one sample: ``labels``, values of each entry with few; ``amounts``, by entry and value."""
-
-    index: int
-    amounts: Mapping[str, Mapping[object, float]]
-    labels: Mapping[str, frozenset[float]]
-
-
-def look(index: int, sample: Any) -> Look:
-    """Return the properties of one sample."""
-    amounts: dict[str, dict[object, float]] = {}
-    labels: dict[str, frozenset[float]] = {}
-    for key, entry in entries(sample).items():
-        if entry.numel() == 1 and not entry.is_complex():
-            amounts[key] = {_VALUE: float(entry)}
-            labels[key] = frozenset(amounts[key].values())
-            continue
-        amounts[key] = {ignored: int((entry != ignored).sum()) for ignored in IGNORED}
-        if not (entry.is_floating_point() or entry.is_complex()) and entry.numel() <= _MOST_COUNTED:
-            labels[key] = frozenset(map(float, torch.unique(entry).tolist()))
-    return Look(index, amounts, labels)
-
-
-def entries(sample: Any) -> dict[str, Tensor]:
-    """Return tensors and numbers of a sample, by their key or position in it."""
-    tensors = flat_sample(sample, "dataset()", collated=True).entries
-    return {name if name.isdecimal() or name == ALONE else repr(name): entry for name, entry in tensors.items()}
-
-
-def unlike_pairs(looks: Sequence[Look]) -> list[tuple[int, int]]:
-    """Return pairs of unlike samples, the most different ones first; entries take turns, so that none hides another."""
-    keys = sorted(looks[0].amounts, key=lambda key: _VALUE not in looks[0].amounts[key])
-    queues = [[*_extremes(looks, key), *_contrasts(looks, key)] for key in keys]
-    pairs = dict.fromkeys(pair for row in itertools.zip_longest(*queues) for pair in row if pair is not None)
-    spare = [(look.index, other.index) for look, other in zip(looks[::2], looks[1::2], strict=False)]
-    spare = spare or [(looks[0].index, looks[0].index)]
-    return [*list(pairs)[:_MOST_PAIRS], *spare[: max(0, _FEWEST_PAIRS - len(pairs))]]
-
-
-def _extremes(looks: Sequence[Look], key: str) -> Iterator[tuple[int, int]]:
-    largest, pair = 0.0, None
-    for what in looks[0].amounts[key]:
-        known = [look for look in looks if math.isfinite(look.amounts.get(key, {}).get(what, math.nan))]
-        if known:
-            low, high = (function(known, key=lambda look: look.amounts[key][what]) for function in (min, max))
-            least, most = low.amounts[key][what], high.amounts[key][what]
-            spread = (most - least) / max(abs(least), abs(most), 1e-30)
-            if spread > largest:
-                largest, pair = spread, (low.index, high.index)
-    if pair is not None:
-        yield pair
-
-
-def _contrasts(looks: Sequence[Look], key: str) -> Iterator[tuple[int, int]]:
-    """Yield samples with each label: the rarest and the commonest label first, then the next rarest, and so on."""
-    shown = Counter(label for look in looks for label in look.labels.get(key, ()))
-    if not 1 < len(shown) <= _MOST_LABELS:
-        return
-    order = sorted(shown, key=lambda label: (shown[label], label))
-    used: set[int] = set()
-
-    def first(label: float, without: float) -> Look:
-        having = [look for look in looks if label in look.labels.get(key, ())]
-        alone = [look for look in having if without not in look.labels[key]] or having
-        return next((look for look in alone if look.index not in used), alone[0])
-
-    for place in range((len(order) + 1) // 2):
-        rare, common = order[place], order[-1 - place] if order[-1 - place] != order[place] else order[-1]
-        one = first(rare, common)
-        used.add(one.index)
-        other = first(common, rare)
-        used.add(other.index)
-        if one.index != other.index:
-            yield one.index, other.index
