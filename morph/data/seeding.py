@@ -38,7 +38,7 @@ def own_generators(seed: int | None = None) -> Iterator[Callable[[int], None]]:
     """
     with _CHANGES:
         own = _FREE.pop() if _FREE else np.random.MT19937(0)
-        before = [torch.default_generator.get_state(), random.getstate(), mtrand.get_bit_generator()]
+        before: list[Any] = [torch.default_generator.get_state(), random.getstate(), mtrand.get_bit_generator()]
         _ENTERED.append(before)
         mtrand.set_bit_generator(own)
     try:
