@@ -152,8 +152,7 @@ def _check_order(loader: DataLoader[Any], args: Any) -> None:
         return
     orders = []
     for seed in (0, 1):
-        with own_generators() as seed_all:
-            seed_all(seed)
+        with own_generators(seed):
             orders.append(list(sampler))
     if orders[0] != orders[1]:
         allowed = f"one with a seed of its own and set_epoch; {GROUPED}"

@@ -208,8 +208,7 @@ def data_of(job: Job, field: DataField = "dataset") -> MapDataset:
     built = job.__dict__.setdefault(_BUILT, {})
     if field not in built:
         make = getattr(job, field)
-        with own_generators() as seed_all:
-            seed_all(seed_of(job.seed, "dataset"))
+        with own_generators(seed_of(job.seed, "dataset")):
             built[field] = numbered(make())
     data: MapDataset = built[field]
     return data

@@ -95,8 +95,7 @@ class EpochOrder:
         """Return sample numbers, and how often each came before in the epoch, both int64 [samples]."""
         if epoch not in self._epochs:
             assert self._sampler is not None
-            with own_generators() as seed_all:
-                seed_all(seed_of(self._seed, "order", epoch))
+            with own_generators(seed_of(self._seed, "order", epoch)):
                 indices = np.asarray(self._sampler(self._dataset, self._seed, epoch))
             self._check(indices, epoch)
             for old in [old for old in self._epochs if old not in (0, epoch - 1)]:

@@ -135,8 +135,7 @@ class Gradients:
             self._run(given.loss_of(None))
             return
         share = given.batch.share(index)
-        with own_generators() as seed_all:
-            seed_all(seed_of(given.batch.seed, "share", given.batch.step, index))
+        with own_generators(seed_of(given.batch.seed, "share", given.batch.step, index)):
             self._run(given.loss_of(share))
 
     def _run(self, result: Tensor | Loss) -> None:

@@ -24,8 +24,9 @@ from morph.cutting.source.locate import node_line
 from morph.jobs.job import Job
 from morph.optimizers import kind_of, parts_of
 from morph.preflight.comparison_cache import compare_once
-from morph.preflight.data_check import check_data, check_packed, epoch_notes, reading_warnings
+from morph.preflight.data_check import check_data, epoch_notes, reading_warnings
 from morph.preflight.mean_loss import loss_warnings
+from morph.preflight.packed_check import check_packed
 from morph.preflight.plain_comparison import PATIENT_FLOPS, QUICK_FLOPS, Comparison, Limits, comparison_note
 from morph.runtime.state.optimizer_state import build_optimizer
 from morph.runtime.workloads.job_workload import check_training

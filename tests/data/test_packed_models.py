@@ -16,7 +16,7 @@ from torch.nn import functional
 import morph
 from morph.contract.errors import JobError
 from morph.data import Packed, document_mask
-from morph.preflight.data_check import check_packed
+from morph.preflight.packed_check import check_packed
 
 pytestmark = pytest.mark.slow
 

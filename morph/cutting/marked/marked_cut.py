@@ -21,6 +21,7 @@ from morph.cutting.source.locate import user_line
 from morph.cutting.source.refusal import changes_requires_grad, first_line
 from morph.cutting.trial_run.repeatable import Forward, require_repeatable
 from morph.cutting.trial_run.trial import users_error
+from morph.data.seeding import kept_generators
 
 _PREFIX = "model."
 
@@ -44,7 +45,7 @@ def cut_marked(exported: MarkedJob, *, num_sections: int | None, micro_batch_siz
     parameters = {
         name: tensor.clone().requires_grad_() for name, tensor in exported.initial_parameters.all_at_once().items()
     }
-    with torch.random.fork_rng(devices=[]):
+    with kept_generators():
         reference = _run_in_one_piece(exported, parameters, batch)
         marks = _chosen(reference, num_sections)
         _refuse_choices_between_modules(reference.trial, marks)

@@ -25,6 +25,7 @@ from morph.cutting.deferred_init.construct import LazyTensors, build_model
 from morph.jobs.job import Job
 from morph.runtime.state.optimizer_state import group_numbers
 from morph.runtime.state.unit_state import UnitState
+from morph.words import listed
 
 _SHOWN = 3
 
@@ -286,5 +287,5 @@ class ImportedParameters:
         return True
 
     def _wrong(self, problem: str, names: list[str], value: object = None, allowed: str | None = None) -> InputError:
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-        return InputError(problem, source=str(self._file.path), field=shown, value=value, allowed=allowed)
+        field = listed(names, _SHOWN)
+        return InputError(problem, source=str(self._file.path), field=field, value=value, allowed=allowed)

@@ -290,8 +290,7 @@ class Evaluator(Attendant):
         for name, array in totals.samples.items():
             rows = np.frombuffer(bytearray(array.data), dtype=array.dtype).reshape(array.shape)
             given[name] = rows if job.lengths is None else rows[self._loader.order()]
-        with own_generators() as seed_all:
-            seed_all(seed_of(job.seed, "evaluation", totals.version))
+        with own_generators(seed_of(job.seed, "evaluation", totals.version)):
             try:
                 metrics = job.eval_metrics(given)
             except Exception as error:
