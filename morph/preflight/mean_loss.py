@@ -121,7 +121,7 @@ def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[s
     tried after ``running_s`` of processor time. Returns a sentence for the loss, and each metric, that is no mean over
     samples, and one on samples without a finite loss. Raises LossFailed.
     """
-    runs, looks = _Runs(trial), _look_over(trial)
+    runs, looks = _SampleLosses(trial), _look_over(trial)
     sets: list[tuple[int, ...]] = []
     with kept_generators(), torch.no_grad():
         for pair in unlike_pairs(looks):
@@ -140,7 +140,7 @@ def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[s
     return tuple(warnings + _left_out(runs))
 
 
-def _by_gradients(runs: _Runs, sets: Sequence[tuple[int, ...]]) -> list[str]:
+def _by_gradients(runs: _SampleLosses, sets: Sequence[tuple[int, ...]]) -> list[str]:
     """Compare each parameter's gradients of samples together and alone; return a sentence on the worst, if any.
 
     A small term, such as load balancing times 1e-4, is lost in the loss's rounding, but not in a router's gradients.
@@ -164,7 +164,7 @@ def _by_gradients(runs: _Runs, sets: Sequence[tuple[int, ...]]) -> list[str]:
     return [f"the gradients of samples run together are not the mean of their separate ones ({shown}): {_why(runs)}"]
 
 
-def _why(runs: _Runs) -> str:
+def _why(runs: _SampleLosses) -> str:
     part, setting = runs.trial.part, runs.trial.setting
     return (
         "samples are weighed, by class (cross_entropy(weight=...)) or by token, or affect each other, by negatives of "
@@ -174,7 +174,7 @@ def _why(runs: _Runs) -> str:
     )
 
 
-class _Runs:
+class _SampleLosses:
     """Losses (named ``""``) and metrics of sets of samples that are batched together, each set computed once."""
 
     def __init__(self, trial: LossTrial) -> None:
@@ -334,7 +334,7 @@ class _Seen:
         return f"samples {numbers} together{twice}: {self.whole:.6g}; alone: {own}"
 
 
-def _by_values(runs: _Runs, name: str, sets: Sequence[tuple[int, ...]]) -> str | None:
+def _by_values(runs: _SampleLosses, name: str, sets: Sequence[tuple[int, ...]]) -> str | None:
     """Return a sentence if one value, the loss or a metric, is not a mean over samples, or a total is not a sum."""
 
     def value(indices: tuple[int, ...]) -> float:
@@ -370,7 +370,7 @@ def _by_values(runs: _Runs, name: str, sets: Sequence[tuple[int, ...]]) -> str |
     return f"{what} of samples run together is not the mean of their separate ones ({shown}): {_why(runs)}"
 
 
-def _left_out(runs: _Runs) -> list[str]:
+def _left_out(runs: _SampleLosses) -> list[str]:
     """Return sentences on a step that one sample alone will fail, and on the samples that could not be judged."""
     if runs.fails_alone and runs.trial.num_left:
         return [

@@ -146,12 +146,12 @@ class Processes:
         """Bring the machines up (see ``OpenMachines``); ClusterError if one does not come up."""
         from manager.engine.on_processes.process_vms import ProcessVms
 
-        network, found, ending = self.network, opening.takeover, opening.ending
+        network, takeover, ending = self.network, opening.takeover, opening.ending
         if network is not None:
             ending.callback(network.close)
             network.open()
         patience_s = opening.patience_s if network is None else 0.0  # namespaces are named after this process
-        if found is None:
+        if takeover is None:
             begun = self.begun or self.begin(patience_s)
             ending.callback(begun.close)
             entrance, vms = begun.entrance, begun.vms
@@ -167,22 +167,22 @@ class Processes:
                 own_secret=entrance.secret,
             )
         else:
-            attachment = found.attachment
-            entrance = Entrance(found.line.workers, attachment.own_secret)
+            attachment = takeover.attachment
+            entrance = Entrance(takeover.line.workers, attachment.own_secret)
             ending.callback(entrance.listening.close)
             vms = ProcessVms.take_over(
-                found.line,
+                takeover.line,
                 attachment.control_socket,
-                found.greeting["vms"],
+                takeover.greeting["vms"],
                 self.log_path,
                 entrance.home,
                 self._namespace_of,
             )
             ending.callback(vms.close)
-            known = found.greeting["store"]
+            known = takeover.greeting["store"]
             store = Store(vms.start_store, attachment.store_host, attachment.store_port, known)
         pool = open_pool(opening, entrance, vms, store, vms.check)
-        return Machines(vms, pool, self._address_of, attachment, lambda: found.vms if found else ())
+        return Machines(vms, pool, self._address_of, attachment, lambda: takeover.vms if takeover else ())
 
     def _entrance(self) -> Entrance:
         network = self.network
