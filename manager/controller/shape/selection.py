@@ -34,13 +34,15 @@ def choose(state: ControllerState, now_s: float) -> Choice | None:
     Flapping machines, and workers with errors, are used only if no plan fits without them; slow ones if they help.
     """
     steady, unsteady = _steady(state, now_s)
-    if state.config.best_plan(pool_of(state, steady)) is None:
-        steady, unsteady = _in_order(state, (*steady, *unsteady)), ()
+    pool = pool_of(state, steady)
+    if unsteady and state.config.best_plan(pool) is None:
+        steady = _in_order(state, (*steady, *unsteady))
+        pool = pool_of(state, steady)
     slow = [worker for worker, entry in state.workers.items() if entry.node is NodeState.SUSPECT]
     slow.sort(key=lambda worker: state.workers[worker].pace.slowdown)
     best: Choice | None = None
     for count in range(len(slow) + 1):
-        plan = state.config.best_plan(pool_of(state, (*steady, *slow[:count])))
+        plan = state.config.best_plan(pool + pool_of(state, slow[:count]))
         if plan is None:
             continue
         slowdown = max(1.0, state.workers[slow[count - 1]].pace.slowdown) if count else 1.0
@@ -52,7 +54,7 @@ def choose(state: ControllerState, now_s: float) -> Choice | None:
 
 def pool_of(state: ControllerState, workers: Iterable[WorkerId]) -> Pool:
     """Return the GPUs of some workers."""
-    return Pool.counting(state.workers[worker].facts.node_type for worker in workers)
+    return Pool.counting([state.workers[worker].facts.node_type for worker in workers])
 
 
 def present_speed(state: ControllerState) -> float:
