@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 
 
-def wide_console(width: int) -> Console:
-    """Return a console whose tables fit: as wide as the terminal, or wide enough without one."""
-    console = Console()
-    return console if console.is_terminal else Console(width=width)
+def wide_console(width: int | None = None, file: TextIO | None = None) -> Console:
+    """Return a console that is as wide as the terminal, or has ``width`` columns without one.
+
+    It prints text as it is: names and paths of users may look like rich's markup or its codes for emoji.
+    """
+    console = Console(file=file, markup=False, emoji=False)
+    if width is not None and not console.is_terminal:
+        console.width = width
+    return console
 
 
 def table(

@@ -63,16 +63,16 @@ def explain_command(file: FileArgument) -> None:
     Example:
       morph config explain configs/clusters/local.yaml
     """
-    from rich.console import Console
     from rich.table import Table
 
+    from morph.tables import wide_console
     from morph.yaml_files import load_config, read_yaml
 
     table = Table("key", "value", "from", "meaning", title=str(file))
     given = read_yaml(file)
     for key, value, field in _fields(load_config(file)):
         table.add_row(key, _shown(value), "file" if _is_given(given, key) else "default", field.description or "")
-    Console(width=None if Console().is_terminal else 160).print(table)
+    wide_console(160).print(table)
 
 
 @config_app.command("schema")

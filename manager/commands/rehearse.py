@@ -179,9 +179,9 @@ def _headline(planned: Planned) -> str:
 
 
 def _tell(rehearsed: Rehearsed) -> None:
-    from rich.console import Console
+    from morph.tables import wide_console
 
-    console, scale = Console(), rehearsed.planned.scales.time
+    console, scale = wide_console(), rehearsed.planned.scales.time
     measured_s, expected_s = rehearsed.measured_s, rehearsed.expected_s
     average = "median" if rehearsed.planned.spec.jitter_seed is None else "mean"
     low_s, high_s = min(rehearsed.mini_batches_s), max(rehearsed.mini_batches_s)
@@ -218,11 +218,9 @@ def _warn_if_busy(rehearsed: Rehearsed) -> None:
 
 
 def _tell_changes(rehearsal: Rehearsal) -> None:
-    from rich.console import Console
+    from morph.tables import table, wide_console
 
-    from morph.tables import table
-
-    console = Console()
+    console = wide_console()
     rows = [
         (
             plan.planned.plan.shape,

@@ -38,10 +38,11 @@ def run_view(run: LiveRun, *, plain: bool, as_json: bool = False, verbose: bool 
     if plain or verbose or not sys.stdout.isatty():
         yield _plain_observer(run, verbose=verbose)
         return
-    from rich.console import Console
     from rich.live import Live
 
-    with Live(_panel(run), console=Console(), refresh_per_second=4, transient=True) as live:
+    from morph.tables import wide_console
+
+    with Live(_panel(run), console=wide_console(), refresh_per_second=4, transient=True) as live:
 
         def observe(observed: Observed) -> None:
             run.take(observed.time_s, observed.event, observed.decision, observed.facts)
@@ -108,6 +109,5 @@ def _panel(run: LiveRun) -> RenderableType:
     events = Text("\n".join(recent), style="dim", no_wrap=True, overflow="ellipsis")
     bar = ProgressBar(total=run.num_steps, completed=run.version) if run.num_steps else Text("")
     elapsed_s = run.time_s - run.start_s
-    return Panel(
-        Group(Text(run.headline, style="bold"), bar, table, events), title=f"morph run {run.job}, {elapsed_s:.0f} s"
-    )
+    title = Text(f"morph run {run.job}, {elapsed_s:.0f} s")
+    return Panel(Group(Text(run.headline, style="bold"), bar, table, events), title=title)

@@ -38,12 +38,10 @@ def timeline_command(
       morph timeline runs/tiny --step 5 --png gantt.png
       morph timeline runs/tiny --morph 1 --perfetto morph.json
     """
-    from rich.console import Console
-
     from manager.report.timelines import draw_measured, read_timelines
     from manager.run_dir import read_facts
     from morph.runtime.step.timeline import write_trace
-    from morph.tables import table
+    from morph.tables import table, wide_console
 
     check_output(png, perfetto)
     read_facts(run_dir)
@@ -58,7 +56,7 @@ def timeline_command(
     if replica >= num_replicas:
         allowed = f"0 to {num_replicas - 1}"
         raise RunDirError("has no such replica", source=str(run_dir), field="--replica", value=replica, allowed=allowed)
-    console, first = Console(), timelines[0]
+    console, first = wide_console(), timelines[0]
     first_stage = {each.replica: min(o.stage for o in timelines if o.replica == each.replica) for each in timelines}
     rows = [
         (

@@ -69,9 +69,9 @@ def trace_deps_command(
 
 
 def _show(report: DependencyReport, compared: str) -> None:
-    from rich.console import Console
+    from morph.tables import wide_console
 
-    console = Console(highlight=False, markup=False)
+    console = wide_console()
     console.print(
         f"{report.job}: one step in {report.num_sections} sections, m={report.micro_batch_size}; "
         f"parameter units {', '.join(report.units)}"

@@ -54,11 +54,10 @@ def shape_lines(profile: Profile, simulation: Simulation) -> list[str]:
         f"{part.replace('_', '-')} {seconds / expected.mini_batch_s:.0%}" for part, seconds in parts if seconds
     )
     return [
-        f"[bold]{profile.job.name}: {_spaced(plan)}[/bold] (P x D), "
-        f"{plan.num_workers} workers, {plan.schedule} schedule",
+        f"{profile.job.name}: {_spaced(plan)} (P x D), {plan.num_workers} workers, {plan.schedule} schedule",
         f"batch {profile.job.batch_size} = {plan.num_micro_batches} micro-batches of {plan.micro_batch_size}, "
         f"{shares} per replica",
-        f"expected: [bold]{expected.examples_per_s:.4g} examples/s[/bold], {time_text(expected.mini_batch_s)} per "
+        f"expected: {expected.examples_per_s:.4g} examples/s, {time_text(expected.mini_batch_s)} per "
         f"mini-batch (lower bound for these stages: {time_text(expected.lower_bound_s)})",
         *([_jitter_line(simulation.jitter)] if simulation.jitter else []),
         *(

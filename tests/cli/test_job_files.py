@@ -200,6 +200,12 @@ def test_every_key_is_explained_with_where_its_value_comes_from(given: Given) ->
     assert rows["job.pipeline_depth"][4].strip().startswith("P of every shape")
 
 
+def test_a_path_that_looks_like_markup_is_printed_as_it_is(given: Given) -> None:
+    path = job_file(given)
+    told = CliRunner().invoke(app, ["config", "explain", str(path.rename(path.with_name("[b]:100:.yaml")))])
+    assert "[b]:100:.yaml" in "".join(told.stdout.split())
+
+
 @pytest.mark.parametrize("vms", [LocalVms, AzureVms, AwsVms, StaticVms])
 def test_every_key_has_a_meaning_to_explain(vms: type[BaseModel]) -> None:
     def without(model: type[BaseModel]) -> set[str]:

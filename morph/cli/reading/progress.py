@@ -62,11 +62,12 @@ def progress(*, remaining: bool = False) -> Iterator[Told]:
 
 
 def _bar(file: TextIO, *, remaining: bool) -> Progress:
-    from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+    from morph.tables import wide_console
+
     columns = (BarColumn(), TimeElapsedColumn(), *([rest_column()] if remaining else []))
-    text, console = TextColumn("{task.description}"), Console(file=file)
+    text, console = TextColumn("{task.description}", markup=False), wide_console(file=file)
     return Progress(*columns, text, console=console, transient=True, redirect_stderr=False)
 
 
