@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
@@ -56,6 +56,9 @@ _TINY = 8
 """With at most this many GPUs, all mixes are considered."""
 _DOUBT = {True: 1.03, False: 1.02}
 """Mixes whose estimated time is at most this many times the best time are simulated, for tiny pools and for others."""
+SLOWER, LENGTHS, CHEAPEST = 16.0, 24, 6
+"""Cheaper mini-batches may be up to ``SLOWER`` times as long; ``LENGTHS`` lengths between are tried, and the
+``CHEAPEST`` choices of GPUs are planned."""
 _CHANGES = 2
 """The number of replicas, on which the times of reductions depend, is corrected at most this often in a search."""
 
@@ -474,6 +477,23 @@ def _columns(lines: Sequence[PiecewiseLinear], least: int = 2) -> tuple[Floats, 
     for place, line in enumerate(lines):
         numbers[:, place], times_ns[:, place] = line.points(num_points)
     return numbers, times_ns
+
+
+def cheap_choices(
+    shortest_ns: float, enough: Callable[[float], tuple[int, ...] | None], usd_per_h: Sequence[float]
+) -> list[tuple[float, tuple[int, ...]]]:
+    """Return GPUs of each type that may have the fewest dollars per example, each with USD per hour times ns.
+
+    ``enough`` returns the cheapest GPUs that finish a mini-batch in this time (ns); several times are tried, from
+    ``shortest_ns`` on.
+    """
+    found: dict[tuple[int, ...], float] = {}
+    for time_ns in np.geomspace(shortest_ns, shortest_ns * SLOWER, LENGTHS).tolist() if shortest_ns < math.inf else ():
+        subset = enough(time_ns)
+        if subset is not None:
+            usd = time_ns * float(np.dot(subset, usd_per_h))
+            found[subset] = min(usd, found.get(subset, math.inf))
+    return sorted((usd, subset) for subset, usd in found.items())[:CHEAPEST]
 
 
 class Search:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
 from itertools import permutations, product
 
 import numpy as np
@@ -55,6 +57,11 @@ def allows_unequal(request: PlanRequest, *, on_nodes: bool = False) -> bool:
     return request.unequal and request.objective != "progress" and all(each is None for each in (*given, *shape))
 
 
+def _with_near_links(profile: Profile) -> Profile:
+    near = {"activation": profile.intra_node.activation, "gradient": profile.intra_node.gradient}
+    return profile.model_copy(update={"inter_node": profile.inter_node.model_copy(update=near)})
+
+
 class Pools:
     """Answers for GPUs of some types; ``names``: see :func:`of_pool_type`; ``sweeps``: those that exist already."""
 
@@ -66,7 +73,9 @@ class Pools:
         sweeps: Sequence[Sweep] = (),
         most_replicas: int | None = None,
     ) -> None:
-        self.names, self.request, self.most_replicas = tuple(names), request, most_replicas
+        self.names, self.profile, self.request, self.most_replicas = tuple(names), profile, request, most_replicas
+        self.alone: Pools = self
+        self.nodes: tuple[tuple[int, ...], ...] | None = None
         self.sweeps = tuple(sweeps) or tuple(
             Sweep(of_pool_type(profile, name), request, request.conditions(None)) for name in names
         )
@@ -76,6 +85,23 @@ class Pools:
         ]
         self._mixes: dict[tuple[int, Schedule], Mixes] = {}
         self._two_types: dict[tuple[int, Schedule], TwoTypes] = {}
+
+    def on(self, nodes: tuple[tuple[int, ...], ...] | None) -> Pools:
+        """Return these pools with equal pipelines on nodes of several GPUs; ``nodes``: GPUs of each node, by type."""
+        if nodes is None:
+            return self
+        other = copy(self)
+        conditions = [self.request.conditions(sizes) for sizes in nodes]
+        other.sweeps = tuple(sweep.under(each) for sweep, each in zip(self.sweeps, conditions, strict=True))
+        other.nodes = nodes
+        return other
+
+    @cached_property
+    def near(self) -> Pools:
+        """These pools with the times of messages inside a node for all messages between stages."""
+        profiles = [of_pool_type(self.profile, name) for name in self.names]
+        sweeps = [Sweep(_with_near_links(each), self.request, self.request.conditions(None)) for each in profiles]
+        return Pools(self.profile, self.request, self.names, sweeps)
 
     def equal(self, gpus: Sequence[int], count: int = 1, below_ns: float = math.inf) -> list[Found]:
         """Return the fastest equal pipelines on each type alone, best first, in at most ``below_ns``."""
@@ -299,7 +325,7 @@ class Pools:
             return refused[0][2]
         ways = [f"{name}={fewest}" for name, fewest, _ in refused if fewest is not None]
         pool = Pool.of(dict(zip(self.names, gpus, strict=True)))
-        crosses, schedule = self.request.num_gpus_per_node is None, self.request.schedule or "varuna"
+        crosses, schedule = self.nodes is None, self.request.schedule or "varuna"
         both = [self.two_types_of(size, schedule).fewest(gpus) for size in self.sizes() if crosses]
         if enough := min((each for each in both if each), key=sum, default=None):
             ways.append(str(Pool.of(dict(zip(self.names, enough, strict=True)))))

@@ -58,7 +58,7 @@ class _Reach:
         self.total, self.prices = types[0].total, np.ones(len(gpus))
         self.alone = [each.reach for each in types]
         self.splits: list[tuple[int, int, Reach]] = []
-        if pools.request.num_gpus_per_node is None:
+        if pools.nodes is None:
             two_types, deepest = pools.two_types_of(size, schedule), types[0].sweep.num_sections - 1
             self.splits = [
                 (i, j, two_types.splits_of(i, j, (min(gpus[i], deepest), min(gpus[j], deepest))))

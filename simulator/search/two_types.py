@@ -26,7 +26,7 @@ from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.stage_costs import SectionCosts
 from simulator.engine.compilation import compiled, entry
 from simulator.engine.times import Ints
-from simulator.search.mixes import Chosen, Found, Mixes, Search, most_by_prices
+from simulator.search.mixes import CHEAPEST, Chosen, Found, Mixes, Search, cheap_choices, most_by_prices
 from simulator.search.partition import PartitionTable, partition_table
 from simulator.search.pipelines import Floats, Pipelines, Reach
 from simulator.search.setting import Rule, Setting, widest_alike
@@ -45,8 +45,6 @@ _HOPEFUL = {True: 1.05, False: 1.0}
 _HOPE = 0.5
 """How far a time is assumed to be above its bound, as a share of the smallest excess (time over bound, minus 1)
 simulated for one type."""
-_SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
-"""As in :mod:`simulator.search.purchases`."""
 _LONG = 8
 """From this many micro-batches for each stage on, three windows are enough for an approximate time."""
 _NEAR = 1e-3
@@ -283,22 +281,24 @@ class TwoTypes:
 
         Each comes with its cost, nanoseconds times USD per hour, and the cheapest is first.
         """
-        found: dict[tuple[int, ...], float] = {}
+        found: list[tuple[float, tuple[int, ...]]] = []
         for pair in self._pairs(gpus):
-            only = tuple(number if kind in pair else 0 for kind, number in enumerate(gpus))
-            search = self.mixes.search(only)
-            shortest_ns = self._least_time(search, pair)
-            for time_ns in np.geomspace(shortest_ns, shortest_ns * _SLOWER, _LENGTHS) if shortest_ns < math.inf else ():
+            search = self.mixes.search(tuple(number if kind in pair else 0 for kind, number in enumerate(gpus)))
+            prices = np.add.outer(*(np.arange(gpus[kind] + 1) * usd_per_h[kind] for kind in pair))
+
+            def enough(
+                time_ns: float, search: Search = search, pair: tuple[int, int] = pair, prices: Floats = prices
+            ) -> tuple[int, ...] | None:
                 done, gained = search.done(time_ns), self._gains(search, pair, time_ns)[:3]
                 best, _ = _most_on_both(*gained, *(done[kind] for kind in pair))
-                prices = np.add.outer(*(np.arange(gpus[kind] + 1) * usd_per_h[kind] for kind in pair))
                 if best[-1, -1] < self.total:
-                    continue
+                    return None
                 ends = np.unravel_index(np.where(best >= self.total, prices, math.inf).argmin(), prices.shape)
                 numbers = dict(zip(pair, map(int, ends), strict=True))
-                subset = tuple(numbers.get(kind, 0) for kind in range(len(gpus)))
-                found[subset] = min(found.get(subset, math.inf), time_ns * float(np.dot(subset, usd_per_h)))
-        return sorted((usd, subset) for subset, usd in found.items())[:_CHEAP]
+                return tuple(numbers.get(kind, 0) for kind in range(len(gpus)))
+
+            found += cheap_choices(self._least_time(search, pair), enough, usd_per_h)
+        return sorted(found)[:CHEAPEST]
 
     def fewest(self, gpus: Sequence[int]) -> tuple[int, ...] | None:
         """Return GPUs on which such a pipeline fits, with the fewest more than these; None if it fits on none."""
