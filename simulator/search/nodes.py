@@ -20,16 +20,14 @@ from simulator.costs.stage_costs import StageCosts, stage_costs
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.layout import Layout, placed
 from simulator.inputs.placement import Placement, place_pipelines
-from simulator.search.mixes import Chosen, Found, Mixes
+from simulator.search.mixes import Chosen, Effort, Found, Mixes
 from simulator.search.pipelines import Pipelines, Stages
 from simulator.search.pools import Pools
 from simulator.search.sweep import Sweep
 
 Rows = tuple[tuple[int, ...], ...]
-_LOOKED_AT, _TINY_LOOKED_AT, _TINY = 10, 64, 8
 _ORDERS = 24
-_DOUBT = 1.02
-"""A mix is considered if it is estimated to take less than this many times the best time."""
+"""The most orders in which pipelines of one type are placed on nodes."""
 
 
 class Placed(Pipelines):
@@ -85,7 +83,7 @@ class OnNodes:
         self.gpus = tuple(map(sum, self.nodes))
         self.conditions: Conditions = request.conditions(self.all_nodes)
         self.near, self.far = pools.alone.near, pools.alone
-        self.is_tiny = sum(self.gpus) <= _TINY
+        self.effort = Effort.on(self.gpus)
 
     def best(self, equal: Sequence[Found]) -> Simulation | None:
         """Return the fastest unequal pipelines; None if equal ones are as fast: the best of each type, best first."""
@@ -110,8 +108,10 @@ class OnNodes:
             if all(depth in known[kind] for (kind, depth), _ in chosen)
             and 2 <= sum(number for _, number in chosen) <= near.most_replicas
         }
-        hopeful = [chosen for chosen in sorted(times, key=times.__getitem__) if times[chosen] < below_ns * _DOUBT]
-        yield from hopeful[: _TINY_LOOKED_AT if self.is_tiny else _LOOKED_AT]
+        hopeful = [
+            chosen for chosen in sorted(times, key=times.__getitem__) if times[chosen] < below_ns * self.effort.doubt
+        ]
+        yield from hopeful[: self.effort.mixes]
 
     def _whole(self) -> Iterator[Chosen]:
         """Yield mixes of pipelines of one depth inside single nodes, with or without one more on each node's rest."""
@@ -147,7 +147,7 @@ class OnNodes:
 
     def _orders(self, groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Return orders in which pipelines of one type may be placed."""
-        if self.is_tiny:
+        if self.effort.is_thorough:
             every = permutations([depth for group in groups for depth in group])
             return list(dict.fromkeys(every))[:_ORDERS]
         kinds = list(permutations(groups))[:_ORDERS]
@@ -167,8 +167,8 @@ class OnNodes:
             types.append(Placed(far.types[kind], sweep, layout))
         mixes = Mixes(types, far.most_replicas)
         chosen = tuple(((k, len(of_kind[0])), len(of_kind)) for k, (_, of_kind) in enumerate(kinds))
-        best = mixes.exact(chosen, below_ns, thorough=self.is_tiny)
-        if best is None or best.mini_batch_ns >= below_ns * _DOUBT:
+        best = mixes.exact(chosen, below_ns, thorough=self.effort.is_thorough)
+        if best is None or best.mini_batch_ns >= below_ns * self.effort.doubt:
             return None
         found = describe_kinds(mixes.described(best))
         return found if found.expected.mini_batch_s * 1e9 < below_ns else None

@@ -27,23 +27,10 @@ from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.zone_traffic import usd_between_zones
 from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.request import PlanRequest
-from simulator.search.mixes import Found, Mix, Mixes, Search
+from simulator.search.mixes import Effort, Found, Mix, Mixes, Search
 from simulator.search.pipelines import Pipelines
 from simulator.search.sweep import Sweep
 from simulator.search.two_types import TwoTypes
-
-_SIZES, _MANY = 4, 64
-"""The number of micro-batch sizes that are tried, in the order of their bounds. With more than ``_MANY`` GPUs only one
-size is tried."""
-_NEAR = 1.01
-"""A size is tried if its mixes are estimated to take at most this many times as long as those of the best size."""
-_HOPEFUL = 1.01
-"""An estimate may be too high by this factor."""
-_TINY, _CROSSING_SIZES, _CROSSED, _BUSY = 8, 2, 128, 0.98
-"""For pipelines over two types, ``_CROSSING_SIZES`` micro-batch sizes are tried on at most ``_TINY`` GPUs, one on more.
-With more than ``_CROSSED`` GPUs no such pipelines are tried if the best plan uses at least ``_BUSY`` of the GPUs."""
-_SUBSETS = {True: 16, False: 2}
-"""How many smaller choices of GPUs are tried: with at most ``_MANY`` GPUs (True), and with more."""
 
 
 def allows_unequal(request: PlanRequest, *, on_nodes: bool = False) -> bool:
@@ -133,8 +120,6 @@ class Pools:
             return None
         if best is not None:
             below_ns = min(below_ns, best.mini_batch_ns * self.request.worth)
-        if best is not None and sum(gpus) > _CROSSED and sum(best.workers) >= _BUSY * sum(gpus):
-            return None  # the gain would not be worth a search over so many GPUs
         schedule = self.request.schedule or "varuna"
         answer: Found | None = None
         for size in sizes or self.crossing_sizes(gpus, best, schedule):
@@ -145,11 +130,11 @@ class Pools:
 
     def crossing_sizes(self, gpus: tuple[int, ...], best: Found | None, schedule: Schedule) -> list[int]:
         """Return micro-batch sizes for pipelines over two types: that of the best answer, or those that seem best."""
-        if best is not None and sum(gpus) > _TINY:
+        if best is not None and not Effort.on(gpus).is_thorough:
             return [best.micro_batch_size] if best.micro_batch_size in self.sizes() else []
         times_ns = {size: self.two_types_of(size, schedule).least_ns(gpus) for size in self.sizes()}
         return sorted((size for size in times_ns if times_ns[size] < math.inf), key=times_ns.__getitem__)[
-            :_CROSSING_SIZES
+            : Effort.on(gpus).sizes
         ]
 
     def two_types_of(self, micro_batch_size: int, schedule: Schedule) -> TwoTypes:
@@ -203,13 +188,13 @@ class Pools:
             costs = each.outcome.costs
             schedules: tuple[Schedule, ...] = (costs.schedule,) if self.request.schedule else ("varuna", costs.schedule)
             found |= dict.fromkeys((costs.sections.micro_batch_size, schedule) for schedule in schedules)
-        schedule, num_sizes = self.request.schedule or "varuna", _SIZES if sum(gpus) <= _MANY else 1
+        schedule, effort = self.request.schedule or "varuna", Effort.on(gpus)
         heap = [(Search(self.mixes(size, schedule), gpus, limited=False).least_ns(), 0, size) for size in self.sizes()]
         heapq.heapify(heap)
         taken: list[float] = []
-        while heap and len(taken) < num_sizes:
+        while heap and len(taken) < effort.sizes:
             time_ns, known, size = heapq.heappop(heap)
-            if time_ns >= min(below_ns * _HOPEFUL, taken[0] * _NEAR if taken else math.inf):
+            if time_ns >= min([below_ns, *taken[:1]]) * effort.doubt:
                 break
             search = self.mixes(size, schedule).search(gpus)
             if known == 0:
@@ -291,7 +276,7 @@ class Pools:
     def _subsets(self, mixes: Mixes, gpus: tuple[int, ...], below_ns: float) -> Iterator[tuple[int, ...]]:
         """Yield all of these GPUs, then fewer that may finish a mini-batch in less than ``below_ns``."""
         yield gpus
-        count = _SUBSETS[sum(gpus) <= _MANY]
+        count = Effort.on(gpus).subsets
         least = np.array([max(0, number - count) for number in gpus])
         done = [each[fewest:] for each, fewest in zip(mixes.search(gpus).done(below_ns), least.tolist(), strict=True)]
         sums = sum(np.ix_(*done)) if len(done) > 1 else done[0]

@@ -179,8 +179,8 @@ class Purchases:
     def __init__(self, pools: Pools, request: PlanRequest, stock: Stock, answer: Callable[[Stock], PlanChoice]) -> None:
         self.pools, self.request, self.stock, self._answer = pools, request, stock, answer
         self.is_cheap = request.objective == "usd_per_example"
-        self.each = self.is_cheap and stock.nodes is not None
-        """Whether each choice is planned for itself, because no plan on more nodes tells what fewer would cost."""
+        self.pays_whole = self.is_cheap and stock.nodes is not None
+        """Whether the fastest plan is found for each of all choices, which tells only what these nodes would cost."""
         self.most_usd = (request.budget_usd_per_h or math.inf) * _ABOUT
         self._rates: dict[tuple[int, tuple[int, ...]], float] = {}
         stock.usd_per_node(request)
@@ -190,7 +190,7 @@ class Purchases:
 
         Raises PlanError if no plan fits, or none within the budget; the message names a budget that is enough.
         """
-        planned = [] if self.each else [self._answer(self.stock)]
+        planned = [] if self.pays_whole else [self._answer(self.stock)]
         least_s = None
         if planned and self._usd_per_h(planned[0].best_simulation) <= self.most_usd:
             least_s = planned[0].least_s
@@ -249,7 +249,7 @@ class Purchases:
     def promising(self, stock: Stock, most_usd: float) -> list[tuple[Stock, float]]:
         """Return the most promising nodes within a budget, best first, each with its estimated cost; 0: unknown."""
         numbers, usd_per_node = list(stock.kinds.values()), stock.usd_per_node(self.request)
-        choices = _every(numbers) if self.each else maximal_within(numbers, usd_per_node, most_usd)
+        choices = _every(numbers) if self.pays_whole else maximal_within(numbers, usd_per_node, most_usd)
         choices = choices[(choices @ np.array(usd_per_node) <= most_usd) & choices.any(axis=1)]
 
         def nearest(times_s: Floats, most: int) -> tuple[Ints, Floats, Floats]:
@@ -317,7 +317,7 @@ class Purchases:
 
     def _too_small_budget(self) -> PlanError:
         """Return an error that names a budget that is enough; PlanError: no plan fits on all nodes."""
-        if self.each:
+        if self.pays_whole:
             self._answer(self.stock)
         prices = self.stock.usd_per_node(self.request)
         usd_per_h, choice = min((float(np.dot(each, prices)), each) for each in self._that_fit())
