@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,7 @@ from simulator.search.mixes import Found
 from simulator.search.nodes import OnNodes
 from simulator.search.objectives import Shape
 from simulator.search.pools import Pools, allows_unequal
-from simulator.search.proof import least_ns
+from simulator.search.proof import proof
 from simulator.search.purchases import Purchases, cheapest, cheapest_equal
 from simulator.search.requested_objective import objective_for
 from simulator.search.sweep import Sweep
@@ -123,7 +123,8 @@ def _plan_on(pools: Pools, stock: Stock, count: int) -> PlanChoice:
     if request.objective != "progress":
         values = [_value(request, each) for each in simulations]
     num_shapes = num_shapes if len(gpus) == 1 else len(equal) + len(mixes)
-    choice = PlanChoice((), (), request.objective, sum(gpus), num_shapes, least_s=_bound(here, gpus, simulations[0]))
+    least_s = proof(pools, [stock], simulations[0].expected.mini_batch_s)
+    choice = PlanChoice((), (), request.objective, sum(gpus), num_shapes, least_s=least_s)
     return choice.reordered(request, simulations, values)
 
 
@@ -154,15 +155,6 @@ def _value(request: PlanRequest, simulation: Simulation) -> float:
         return simulation.expected.examples_per_s
     usd_per_h = (usd_per_h_in_use(request, simulation.plan) or 0.0) + zone_usd_per_h(request, simulation)
     return usd_per_h / 3600 / simulation.expected.examples_per_s
-
-
-def _bound(pools: Pools, gpus: Sequence[int], best: Simulation) -> Callable[[], float] | None:
-    """Return the bound of all plans on these GPUs, if any plan may be the answer to the request."""
-    request = pools.request
-    given = (request.jitter_seed, request.compute_slots, request.pipeline_depth, request.num_replicas)
-    if request.objective != "examples_per_s" or any(each is not None for each in given):
-        return None
-    return lambda: least_ns(pools, gpus, best.expected.mini_batch_s * 1e9) / 1e9
 
 
 def advice(profile: Profile, request: PlanRequest, simulation: Simulation) -> str:

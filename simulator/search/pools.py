@@ -122,20 +122,20 @@ class Pools:
             below_ns = min(below_ns, best.mini_batch_ns * self.request.worth)
         schedule = self.request.schedule or "varuna"
         answer: Found | None = None
-        for size in sizes or self.crossing_sizes(gpus, best, schedule):
+        for size in sizes or self.crossing_sizes(gpus, best):
             found = self.two_types_of(size, schedule).best(gpus, below_ns, quick=bool(sizes))
             if found is not None:
                 answer, below_ns = found, found.mini_batch_ns
         return answer
 
-    def crossing_sizes(self, gpus: tuple[int, ...], best: Found | None, schedule: Schedule) -> list[int]:
-        """Return micro-batch sizes for pipelines over two types: that of the best answer, or those that seem best."""
+    def crossing_sizes(self, gpus: tuple[int, ...], best: Found | None) -> list[int]:
+        """Return micro-batch sizes for pipelines over two types: that of the best answer, or all, best first, for few
+        GPUs or where nothing else fits.
+        """
         if best is not None and not Effort.on(gpus).is_thorough:
-            return [best.micro_batch_size] if best.micro_batch_size in self.sizes() else []
-        times_ns = {size: self.two_types_of(size, schedule).least_ns(gpus) for size in self.sizes()}
-        return sorted((size for size in times_ns if times_ns[size] < math.inf), key=times_ns.__getitem__)[
-            : Effort.on(gpus).sizes
-        ]
+            return [size for size in self.sizes() if size == best.micro_batch_size]
+        schedule = self.request.schedule or "varuna"
+        return sorted(self.sizes(), key=lambda size: self.two_types_of(size, schedule).least_ns(gpus))
 
     def two_types_of(self, micro_batch_size: int, schedule: Schedule) -> TwoTypes:
         """Return the search for pipelines over two types, with one micro-batch size and schedule."""

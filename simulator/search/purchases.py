@@ -23,6 +23,7 @@ from simulator.inputs.stock import Stock, usd_per_h_in_use
 from simulator.search.choice import PlanChoice, zone_usd_per_h
 from simulator.search.mixes import LENGTHS, SLOWER, Found, Mixes, cheap_choices
 from simulator.search.pools import Pools
+from simulator.search.proof import proof
 from simulator.search.requested_objective import objective_for
 
 Floats = npt.NDArray[np.float64]
@@ -159,7 +160,7 @@ def _cheapest_crossing(
     if best is not None:
         below = _cost(pools, best, usd_per_h) * pools.request.worth
     schedule = pools.request.schedule or "varuna"
-    for size in pools.crossing_sizes(gpus, best, schedule) if sum(number > 0 for number in gpus) > 1 else ():
+    for size in pools.crossing_sizes(gpus, best) if sum(number > 0 for number in gpus) > 1 else ():
         for least, subset in pools.two_types_of(size, schedule).cheap(gpus, usd_per_h):
             below_ns = below / float(np.dot(subset, usd_per_h)) * _PART_IDLE
             crossing = pools.crossing(subset, None, [size], below_ns) if least < below else None
@@ -190,11 +191,8 @@ class Purchases:
 
         Raises PlanError if no plan fits, or none within the budget; the message names a budget that is enough.
         """
-        planned = [] if self.pays_whole else [self._answer(self.stock)]
-        least_s = None
-        if planned and self._usd_per_h(planned[0].best_simulation) <= self.most_usd:
-            least_s = planned[0].least_s
-        else:
+        planned = [] if self.stock.nodes else [self._answer(self.stock)]
+        if not planned or self._usd_per_h(planned[0].best_simulation) > self.most_usd:
             planned += self._bought()
         costs: list[tuple[float, float, PlanChoice, int]] = []
         for found in planned:
@@ -216,8 +214,17 @@ class Purchases:
             objective=self.request.objective,
             num_gpus=sum(self.stock.gpus),
             num_shapes=sum(found.num_shapes for found in planned),
-            least_s=least_s,
+            least_s=self._proof(kept[0][0]),
         )
+
+    def _proof(self, best_s: float) -> Callable[[], float] | None:
+        """Return the bound of all plans within the budget; None: nothing is proved, or of too many choices."""
+        if self.is_cheap:
+            return None
+        kinds = self.stock.kinds
+        choices = maximal_within(list(kinds.values()), self.stock.usd_per_node(self.request), self.most_usd)
+        stocks = [self.stock.part(choice) for choice in choices.tolist()]
+        return proof(self.pools, stocks, best_s) if len(stocks) <= _COMPARED else None
 
     def _usd_per_h(self, simulation: Simulation) -> float:
         return (usd_per_h_in_use(self.request, simulation.plan) or 0.0) + zone_usd_per_h(self.request, simulation)
@@ -317,7 +324,7 @@ class Purchases:
 
     def _too_small_budget(self) -> PlanError:
         """Return an error that names a budget that is enough; PlanError: no plan fits on all nodes."""
-        if self.pays_whole:
+        if self.stock.nodes:
             self._answer(self.stock)
         prices = self.stock.usd_per_node(self.request)
         usd_per_h, choice = min((float(np.dot(each, prices)), each) for each in self._that_fit())

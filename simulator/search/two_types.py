@@ -243,8 +243,8 @@ class TwoTypes:
         """Return the fastest such mix below ``below_ns``; None: none. ``quick``: simulate only the most promising."""
         search, effort = self.mixes.search(gpus), Effort.on(gpus)
         hopeful, rough = self._hopeful(gpus, below_ns), []
-        num_ways, num_finals = (2, 1) if quick and not effort.is_thorough else (effort.mixes, effort.finals)
-        for splits, others in [each for way in hopeful[:num_ways] for each in self._near(*way, search)]:
+        most = 2 if quick and not effort.is_thorough else effort.finals
+        for splits, others in [each for way in hopeful[:most] for each in self._near(*way, search)]:
             chosen = self.chosen(splits, others)
             if len(chosen) == 1:
                 times_ns = self._rough_ns(*next(iter(splits.items()))).values()
@@ -253,7 +253,7 @@ class TwoTypes:
                 rough.append((float(known[0]), splits, others))
         rough.sort(key=lambda each: each[0])
         best: Found | None = None
-        for time_ns, splits, others in rough[:num_finals]:
+        for time_ns, splits, others in rough[:most]:
             least = min(below_ns, math.inf if best is None else best.mini_batch_ns)
             if time_ns < least * effort.doubt:
                 found = self._settled(splits, others, least, thorough=effort.is_thorough)
@@ -433,7 +433,7 @@ class TwoTypes:
             for number in range(1, min(gpus[i] // a, gpus[j] // b, needed) + 1):
                 whole = number * int(gains[place]) + int(done[i][gpus[i] - number * a] + done[j][gpus[j] - number * b])
                 worth.append((-whole, number, place))
-        nearest = sorted(worth)[: Effort.on(gpus).mixes]
+        nearest = sorted(worth)[: Effort.on(gpus).finals]
         yield from (each for _, number, place in nearest if (each := {split(place): number}) != chosen)
 
     # ---- the promising mixes, simulated ----

@@ -261,6 +261,7 @@ def test_a_budget_buys_the_best_of_all_gpus_that_it_pays_for(objective: Objectiv
         assert sign * choice.values[0] >= max(paid) - 1e-3 * abs(max(paid))
         assert sign * choice.values[0] >= last - 1e-3 * abs(last), "a larger budget made the answer worse"
         last = sign * choice.values[0]
+        assert choice.gap is None if sign < 0 else last * (1 + choice.gap) >= max(paid), "the proof is of this budget"
 
 
 def test_of_one_type_a_budget_bounds_the_number() -> None:
