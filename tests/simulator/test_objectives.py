@@ -270,6 +270,9 @@ def test_of_one_type_a_budget_bounds_the_number() -> None:
     assert (choice.best.num_workers, choice.num_idle, choice.usd_per_h) == (3, 3, 1.5)
     alone = plan(_in_two_types(), PlanRequest(unequal=True), num_gpus=3)
     assert choice.best.expected == alone.best.expected
+    cheap = plan(_in_two_types(), request, num_gpus=6, objective="usd_per_example")
+    assert [each.num_workers for each in (cheap.best, *cheap.runners_up) if each.num_workers > 3] == []
+    assert len(cheap.runners_up) >= 2
 
 
 def test_a_budget_that_pays_for_too_few_gpus_is_refused_with_one_that_would_do() -> None:
