@@ -10,7 +10,6 @@ from morph.contract import ranges
 from morph.contract.cluster import LinkSetting, RingSetting
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
-from morph.contract.pool import Pool
 from morph.contract.profile import LinkProfile, Profile
 from simulator.inputs.conditions import (
     NUM_DRAWS,
@@ -21,7 +20,6 @@ from simulator.inputs.conditions import (
     Slow,
     slow_workers,
 )
-from simulator.inputs.placement import node_sizes
 
 _NEEDS = {"examples_per_s": None, "usd_per_example": "usd_per_gpu_hour", "progress": "revocations_per_hour"}
 
@@ -210,37 +208,3 @@ class PlanRequest:
             redundant_computation=self.redundant_computation,
             overlap=self.overlap,
         )
-
-    def nodes(self, num_gpus: int | None) -> tuple[int, ...] | None:
-        """Return the GPUs of each node, None without nodes; PlanError unless they add up to ``num_gpus``."""
-        if self.num_gpus_per_node is None:
-            return None
-        if num_gpus is not None:
-            sizes = node_sizes(num_gpus, self.num_gpus_per_node)
-            if sum(sizes) != num_gpus:
-                allowed = f"{sum(sizes)}, or none"
-                raise PlanError(f"the nodes have {sum(sizes)} GPUs", field="num_gpus", value=num_gpus, allowed=allowed)
-            return sizes
-        if not isinstance(self.num_gpus_per_node, Sequence):
-            raise PlanError("is missing", field="num_gpus", allowed="a number, or a list of nodes")
-        return node_sizes(0, self.num_gpus_per_node)
-
-    def nodes_of_types(self, pool: Pool) -> list[tuple[int, ...]]:
-        """Return the GPUs of each node, by type of the pool; empty: every GPU is its own node.
-
-        Raises PlanError if a type has no node size, or its nodes have another number of GPUs than the pool.
-        """
-        given, field = self.num_gpus_per_node, "num_gpus_per_node"
-        if given is None:
-            return []
-        if isinstance(given, Sequence) or (isinstance(given, Mapping) and set(given) != set(pool.types)):
-            allowed = f"one number for all types, or numbers for {', '.join(pool.types)}"
-            raise PlanError("is not possible for this pool", field=field, value=given, allowed=allowed)
-        sizes = []
-        for name in pool.types:
-            size = given[name] if isinstance(given, Mapping) else given
-            if isinstance(size, Sequence) and sum(size) != pool[name]:
-                allowed = f"nodes of {pool[name]} GPUs together"
-                raise PlanError(f"has other nodes of {name or 'one type'}", field=field, value=size, allowed=allowed)
-            sizes.append(node_sizes(pool[name], size))
-        return sizes

@@ -18,8 +18,8 @@ from simulator import PlanChoice, Simulation
 from simulator.costs.memory import MOMENTS
 from simulator.costs.redundant import redundant_host_bytes
 from simulator.inputs.jitter import Spread
+from simulator.inputs.stock import nodes_in_use, nodes_text
 from simulator.search.preference import MEMORY_ERROR, Errors, room_left
-from simulator.search.purchases import nodes_in_use, nodes_text
 
 _WORTH_PAYING = 10
 """A runner-up is named that is faster by at least this many times the share by which it is dearer."""

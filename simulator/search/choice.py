@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from morph.contract.plan import Plan
 from simulator.costs.answer import Simulation
-from simulator.inputs.request import ObjectiveName
+from simulator.costs.zone_traffic import bytes_between_zones, usd_between_zones
+from simulator.inputs.request import ObjectiveName, PlanRequest
+from simulator.inputs.stock import usd_per_h_in_use
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -58,6 +60,21 @@ class PlanChoice:
         """The number of GPUs that the best plan leaves idle."""
         return self.num_gpus - self.best.num_workers
 
+    def reordered(
+        self, request: PlanRequest, simulations: Iterable[Simulation], values: Iterable[float], **changes: Any
+    ) -> PlanChoice:
+        """Return this answer with these simulations, best first, and the prices of the first."""
+        kept = tuple(simulations)
+        return replace(
+            self,
+            simulations=kept,
+            values=tuple(values),
+            usd_per_h=usd_per_h_in_use(request, kept[0].plan),
+            zone_bytes=bytes_between_zones(kept[0].kinds),
+            zone_usd_per_h=zone_usd_per_h(request, kept[0]),
+            **changes,
+        )
+
     def worse(self, place: int) -> float:
         """Return the share by which a simulation is worse than the best by the objective; negative: better."""
         gain = self.values[place] / self.values[0]
@@ -77,3 +94,9 @@ class PlanChoice:
         if self.objective != "examples_per_s":
             frame[self.objective] = self.values
         return frame
+
+
+def zone_usd_per_h(request: PlanRequest, simulation: Simulation) -> float:
+    """Return the price, USD per hour, of the data sent from one zone to another."""
+    price = request.zone_usd_per_gb
+    return usd_between_zones(simulation.kinds, price) * 3600 / simulation.expected.mini_batch_s if price else 0.0

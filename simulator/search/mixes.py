@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
 
@@ -33,31 +33,59 @@ Group = tuple[int, int]
 """A kind of equal pipelines: the number of their type of node, and their depth."""
 Chosen = tuple[tuple[Group, int], ...]
 """The number of pipelines of each kind, in the order of the kinds."""
-_HOPE = 0.5
+HOPE = 0.5
 """The assumed excess (time over bound, minus 1) of a depth that has not been simulated, as a fraction of the smaller
 excess of the two nearest simulated depths."""
 _NEAR = 1e-4
 _ROUNDS = 40
 _CHEAPER = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0)
 """Prices are multiplied by each of these to find lower ones."""
-_PLAYED, _FEW = {True: 24, False: 8}, 12
+_FEW = 12
 _ALIKE = 4
 """This many mixes of pipelines of one depth are always simulated."""
 _EXACT: tuple[Stages, ...] = ("even", "best")
-_FINALS = {True: 24, False: 4}
-"""The number of mixes that are simulated with the stages that suit them best, for tiny pools and for others."""
 _PLAYS, _FAR = 3, 1.5
 """Each kind is simulated at most ``_PLAYS`` times, with numbers of micro-batches at least a factor ``_FAR`` apart."""
 _POINTS = 3 * _PLAYS
 """The most points that the line of a simulated kind has."""
 _GUESSED = 6
 """This many kinds are simulated before a search may end because of guesses about the others."""
-_TINY = 8
-"""With at most this many GPUs, all mixes are considered."""
-_DOUBT = {True: 1.03, False: 1.02}
-"""Mixes whose estimated time is at most this many times the best time are simulated, for tiny pools and for others."""
+SLOWER, LENGTHS, CHEAPEST = 16.0, 24, 6
+"""Cheaper mini-batches may be up to ``SLOWER`` times as long; ``LENGTHS`` lengths between are tried, and the
+``CHEAPEST`` choices of GPUs are planned."""
 _CHANGES = 2
 """The number of replicas, on which the times of reductions depend, is corrected at most this often in a search."""
+
+
+@dataclass(frozen=True)
+class Effort:
+    """How much a search tries. On few GPUs each trial is quick, and each choice matters more."""
+
+    sizes: int
+    """Micro-batch sizes, in the order of their bounds."""
+    subsets: int
+    """Smaller choices of GPUs, so that an added GPU never makes a plan slower."""
+    mixes: int
+    """Mixes that are simulated with stages that are found quickly."""
+    finals: int
+    """Mixes of these that are simulated with the stages that suit them best."""
+    doubt: float
+    """An estimated time may be too high by this factor: a mix is tried if its estimate is so near the best time."""
+    is_thorough: bool = False
+    """Whether all mixes are estimated, and cuts and micro-batches are moved in all ways."""
+
+    @classmethod
+    def on(cls, gpus: Sequence[int]) -> Effort:
+        """Return the effort for these numbers of GPUs of each type."""
+        return next((effort for most, effort in _EFFORTS if sum(gpus) <= most), _EFFORTS[-1][1])
+
+
+_EFFORTS = (
+    (8, Effort(sizes=4, subsets=16, mixes=24, finals=24, doubt=1.03, is_thorough=True)),
+    (64, Effort(sizes=4, subsets=16, mixes=8, finals=4, doubt=1.02)),
+    (math.inf, Effort(sizes=1, subsets=2, mixes=8, finals=4, doubt=1.02)),
+)
+"""Efforts, each with the most GPUs for which it is made."""
 
 
 @entry
@@ -206,15 +234,15 @@ class Mixes:
     def _search(self, gpus: tuple[int, ...], below_ns: float) -> list[Mix]:
         """Simulate promising mixes with stages that are found quickly, then the best of them with the best stages."""
         search = self.search(gpus)
-        num_finals = _FINALS[search.is_tiny]
+        effort = search.effort
         rough = {
             chosen: found[0]
             for chosen in search.promising(below_ns)
-            if (found := self.settled(chosen, "rough", thorough=search.is_tiny)) is not None
+            if (found := self.settled(chosen, "rough", thorough=effort.is_thorough)) is not None
         }
         mixes = []
-        for chosen in sorted(rough, key=lambda each: (rough[each], len(each)))[:num_finals]:
-            best = self.exact(chosen, below_ns, thorough=search.is_tiny)
+        for chosen in sorted(rough, key=lambda each: (rough[each], len(each)))[: effort.finals]:
+            best = self.exact(chosen, below_ns, thorough=effort.is_thorough)
             mixes += [] if best is None else [best]
             below_ns = min([below_ns, *(mix.mini_batch_ns for mix in mixes)])
         return sorted(mixes, key=lambda mix: (mix.mini_batch_ns, len(mix.shares), sum(mix.workers.values())))
@@ -476,6 +504,23 @@ def _columns(lines: Sequence[PiecewiseLinear], least: int = 2) -> tuple[Floats, 
     return numbers, times_ns
 
 
+def cheap_choices(
+    shortest_ns: float, enough: Callable[[float], tuple[int, ...] | None], usd_per_h: Sequence[float]
+) -> list[tuple[float, tuple[int, ...]]]:
+    """Return GPUs of each type that may have the fewest dollars per example, each with USD per hour times ns.
+
+    ``enough`` returns the cheapest GPUs that finish a mini-batch in this time (ns); several times are tried, from
+    ``shortest_ns`` on.
+    """
+    found: dict[tuple[int, ...], float] = {}
+    for time_ns in np.geomspace(shortest_ns, shortest_ns * SLOWER, LENGTHS).tolist() if shortest_ns < math.inf else ():
+        subset = enough(time_ns)
+        if subset is not None:
+            usd = time_ns * float(np.dot(subset, usd_per_h))
+            found[subset] = min(usd, found.get(subset, math.inf))
+    return sorted((usd, subset) for subset, usd in found.items())[:CHEAPEST]
+
+
 class Search:
     """The search for one number of GPUs of each type; if not ``limited`` by memory, only ``least_ns`` may be used."""
 
@@ -498,8 +543,7 @@ class Search:
             self.bound_numbers = np.append(self.bound_numbers, [self.total] * more)
         self.numbers = np.repeat(self.bound_numbers[:, None], len(self.groups), axis=1)
         self.times_ns = self.bounds.copy()
-        self.is_tiny = sum(gpus) <= _TINY
-        self.doubt = _DOUBT[self.is_tiny]
+        self.effort = Effort.on(gpus)
         self.ratios = np.ones(len(self.groups))
         self.num_replicas = 2
 
@@ -516,7 +560,7 @@ class Search:
                 found.setdefault(other[1], other[0])
         alike = {each: self.time_ns(each) for each in self.alike()}
         alike = {each: alike[each] for each in sorted(alike, key=alike.__getitem__)[:_ALIKE]}
-        if self.is_tiny:
+        if self.effort.is_thorough:
             for group in self.groups:
                 if group not in self.lines:
                     self.play(group, time_ns)
@@ -526,8 +570,8 @@ class Search:
             if moved and moved not in found:
                 found[moved] = self.time_ns(moved)
         found |= alike
-        hopeful = [each for each in found if found[each] < below_ns * self.doubt]
-        nearest = sorted(hopeful, key=lambda each: (found[each], len(each)))[: _PLAYED[self.is_tiny]]
+        hopeful = [each for each in found if found[each] < below_ns * self.effort.doubt]
+        nearest = sorted(hopeful, key=lambda each: (found[each], len(each)))[: self.effort.mixes]
         yield from dict.fromkeys((*nearest, *(each for each in alike if each in hopeful)))
 
     def solve(
@@ -543,7 +587,7 @@ class Search:
                 return None
             time_ns, chosen = found
             new = [group for group, _ in chosen if group not in self.lines]
-            if time_ns >= below_ns * self.doubt and (not new or len(self.lines) >= _GUESSED):
+            if time_ns >= below_ns * self.effort.doubt and (not new or len(self.lines) >= _GUESSED):
                 return None
             num_replicas = sum(number for _, number in chosen)
             if abs(num_replicas - self.num_replicas) > self.num_replicas // 8 and changes < _CHANGES:
@@ -594,7 +638,7 @@ class Search:
         known, others = np.flatnonzero(is_known), np.flatnonzero(~is_known)
         ratios, after = self.ratios[first:end], np.searchsorted(known, others)
         below, above = np.maximum(0, after - 1), np.minimum(len(known) - 1, after)
-        hoped = 1 + _HOPE * (np.minimum(ratios[known[below]], ratios[known[above]]) - 1)
+        hoped = 1 + HOPE * (np.minimum(ratios[known[below]], ratios[known[above]]) - 1)
         ratios[others] = hoped
         self.times_ns[:, first:end][:, others] = self.bounds[:, first:end][:, others] * hoped
 

@@ -12,31 +12,22 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from itertools import permutations, product
 
-from morph.contract.plan import Schedule
-from morph.contract.profile import Profile
 from simulator.costs.answer import Simulation, describe_kinds
 from simulator.costs.finish import Ended
-from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.stage_costs import StageCosts, stage_costs
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.layout import Layout, placed
-from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import Placement, place_pipelines
-from simulator.inputs.request import PlanRequest
-from simulator.search.mixes import Chosen, Mixes, Search
+from simulator.search.mixes import Chosen, Effort, Found, Mixes
 from simulator.search.pipelines import Pipelines, Stages
 from simulator.search.pools import Pools
 from simulator.search.sweep import Sweep
 
 Rows = tuple[tuple[int, ...], ...]
-_SIZES = 2
-_LOOKED_AT, _TINY_LOOKED_AT, _TINY = 10, 64, 8
 _ORDERS = 24
-_DOUBT = 1.02
-"""A mix is considered if it is estimated to take less than this many times the best time."""
+"""The most orders in which pipelines of one type are placed on nodes."""
 
 
 class Placed(Pipelines):
@@ -82,44 +73,22 @@ class Placed(Pipelines):
         return self._ended[key]
 
 
-def unequal_on_nodes(
-    profile: Profile,
-    request: PlanRequest,
-    nodes: Sequence[tuple[int, ...]],
-    names: Sequence[str],
-    equal: Sequence[ShapeOutcome],
-) -> Simulation | None:
-    """Return the fastest unequal pipelines on nodes of several GPUs; None if equal pipelines are as fast.
+class OnNodes:
+    """The search for unequal pipelines on the nodes of ``pools``."""
 
-    ``nodes``: GPUs of each node, by type. ``equal``: the best equal pipelines of each type, best first.
-    """
-    search = _OnNodes(profile, request, nodes, names)
-    return search.best(equal)
-
-
-class _OnNodes:
-    def __init__(
-        self, profile: Profile, request: PlanRequest, nodes: Sequence[tuple[int, ...]], names: Sequence[str]
-    ) -> None:
-        self.nodes, self.names = tuple(nodes), tuple(names)
-        self.all_nodes = tuple(size for sizes in nodes for size in sizes)
-        self.gpus = tuple(map(sum, nodes))
-        lone = replace(request, num_gpus_per_node=None)
-        profiles = [of_pool_type(profile, name) if name else profile for name in names]
+    def __init__(self, pools: Pools) -> None:
+        assert pools.nodes is not None, "GPUs that are nodes of their own"
+        self.nodes, request = pools.nodes, pools.request
+        self.all_nodes = tuple(size for sizes in self.nodes for size in sizes)
+        self.gpus = tuple(map(sum, self.nodes))
         self.conditions: Conditions = request.conditions(self.all_nodes)
-        self.on_nodes = [Sweep(each, lone, self.conditions) for each in profiles]
-        near = [_with_near_links(each) for each in profiles]
-        self.near, self.far = (
-            Pools(profile, lone, names, [Sweep(each, lone, lone.conditions(None)) for each in of_types])
-            for of_types in (near, profiles)
-        )
-        self.request, self.schedule = request, request.schedule
-        self.is_tiny = sum(self.gpus) <= _TINY
+        self.near, self.far = pools.alone.near, pools.alone
+        self.effort = Effort.on(self.gpus)
 
-    def best(self, equal: Sequence[ShapeOutcome]) -> Simulation | None:
-        """See :func:`unequal_on_nodes`."""
-        best, below = None, equal[0].mini_batch_ns * self.request.worth
-        for size, schedule in self._promising(equal, below):
+    def best(self, equal: Sequence[Found]) -> Simulation | None:
+        """Return the fastest unequal pipelines; None if equal ones are as fast: the best of each type, best first."""
+        best, below = None, equal[0].mini_batch_ns * self.near.request.worth
+        for size, schedule in self.near.promising(self.gpus, equal, below):
             near, far = self.near.mixes(size, schedule), self.far.mixes(size, schedule)
             for chosen in self._chosen(near, far, below):
                 for rows in self._ways(chosen):
@@ -128,23 +97,10 @@ class _OnNodes:
                         best, below = found, found.expected.mini_batch_s * 1e9
         return best
 
-    def _promising(self, equal: Sequence[ShapeOutcome], below_ns: float) -> list[tuple[int, Schedule]]:
-        """Return micro-batch sizes and schedules: those of equal pipelines, and those with the least bounds."""
-        default: Schedule = self.schedule or "varuna"
-        found: dict[tuple[int, Schedule], None] = {}
-        for each in equal:
-            size = each.costs.sections.micro_batch_size
-            found |= dict.fromkeys([(size, default), (size, each.costs.schedule)])
-        least = {size: Search(self.near.mixes(size, default), self.gpus).least_ns() for size in self.near.sizes()}
-        sizes = [size for size in sorted(least, key=least.__getitem__)[:_SIZES] if least[size] < below_ns]
-        return list(found | dict.fromkeys((size, default) for size in sizes))
-
     def _chosen(self, near: Mixes, far: Mixes, below_ns: float) -> Iterator[Chosen]:
         """Yield mixes that may take less time, the most promising first."""
-        search = Search(near, self.gpus)
-        found = dict.fromkeys(
-            [*search.promising(below_ns), *Search(far, self.gpus).promising(math.inf), *self._whole()]
-        )
+        search, links = near.search(self.gpus), far.search(self.gpus)
+        found = dict.fromkeys([*search.promising(below_ns), *links.promising(math.inf), *self._whole()])
         known = [set(depths.tolist()) for depths in search.depths]
         times = {
             chosen: search.time_ns(chosen)
@@ -152,8 +108,10 @@ class _OnNodes:
             if all(depth in known[kind] for (kind, depth), _ in chosen)
             and 2 <= sum(number for _, number in chosen) <= near.most_replicas
         }
-        hopeful = [chosen for chosen in sorted(times, key=times.__getitem__) if times[chosen] < below_ns * _DOUBT]
-        yield from hopeful[: _TINY_LOOKED_AT if self.is_tiny else _LOOKED_AT]
+        hopeful = [
+            chosen for chosen in sorted(times, key=times.__getitem__) if times[chosen] < below_ns * self.effort.doubt
+        ]
+        yield from hopeful[: self.effort.mixes]
 
     def _whole(self) -> Iterator[Chosen]:
         """Yield mixes of pipelines of one depth inside single nodes, with or without one more on each node's rest."""
@@ -189,7 +147,7 @@ class _OnNodes:
 
     def _orders(self, groups: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
         """Return orders in which pipelines of one type may be placed."""
-        if self.is_tiny:
+        if self.effort.is_thorough:
             every = permutations([depth for group in groups for depth in group])
             return list(dict.fromkeys(every))[:_ORDERS]
         kinds = list(permutations(groups))[:_ORDERS]
@@ -204,18 +162,13 @@ class _OnNodes:
         together_with = places if len(places) > 1 else ()
         types = []
         for (kind, _), place in zip(kinds, places, strict=True):
-            size = far.types[kind].sweep.settings[0].sections.micro_batch_size
-            sweep = next(
-                each
-                for each in self.on_nodes[kind].by_micro_batch_size()
-                if each.settings[0].sections.micro_batch_size == size
-            )
+            sweep = far.types[kind].sweep.under(self.conditions)
             layout = placed(sweep.profile.contention, place, together_with)
             types.append(Placed(far.types[kind], sweep, layout))
         mixes = Mixes(types, far.most_replicas)
         chosen = tuple(((k, len(of_kind[0])), len(of_kind)) for k, (_, of_kind) in enumerate(kinds))
-        best = mixes.exact(chosen, below_ns, thorough=self.is_tiny)
-        if best is None or best.mini_batch_ns >= below_ns * _DOUBT:
+        best = mixes.exact(chosen, below_ns, thorough=self.effort.is_thorough)
+        if best is None or best.mini_batch_ns >= below_ns * self.effort.doubt:
             return None
         found = describe_kinds(mixes.described(best))
         return found if found.expected.mini_batch_s * 1e9 < below_ns else None
@@ -237,9 +190,3 @@ class _OnNodes:
         if self.conditions.share_links and any(len(of_node) > 1 for of_node in crossed.values()):
             return None
         return [(kind, tuple(of_kind)) for (kind, _, _), of_kind in sorted(kinds.items())]
-
-
-def _with_near_links(profile: Profile) -> Profile:
-    """Return the profile with the times of messages inside a node for all messages between stages."""
-    near = {"activation": profile.intra_node.activation, "gradient": profile.intra_node.gradient}
-    return profile.model_copy(update={"inter_node": profile.inter_node.model_copy(update=near)})

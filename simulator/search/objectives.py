@@ -23,17 +23,16 @@ exp(-g T'(n) exp(h c))).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol, cast
+from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from morph.contract import ranges
-from morph.contract.errors import PlanError
-from simulator.inputs.request import PlanRequest, Price
+from simulator.inputs.request import PlanRequest
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -78,14 +77,14 @@ class Fastest:
 
 @dataclass(frozen=True)
 class Cheapest:
-    """Fewest dollars per example."""
+    """Fewest dollars per example; ``usd_per_h``: the price of a GPU."""
 
     batch_size: int
-    usd_per_h: Callable[[Shape], float]
+    usd_per_h: float
 
     def cost(self, shape: Shape, mini_batch_s: float) -> float:
         """Return dollars per example."""
-        return self.usd_per_h(shape) / 3600 * mini_batch_s / self.batch_size
+        return self.usd_per_h * shape[0] * shape[1] / 3600 * mini_batch_s / self.batch_size
 
     least_cost = cost
 
@@ -229,16 +228,3 @@ class MostProgress:
         missed = np.exp(at(living - used) - at(spared) - at(living) + at(living - together))
         hits: Floats = living / together * (1 - np.where(spared >= 0, missed, 0.0))
         return hits
-
-
-def usd_per_h_of(price: Price, used_sizes: Mapping[int, int]) -> float:
-    """Return nodes' price per hour, given how many of each size are used; PlanError: a size has no valid price."""
-    total = 0.0
-    for size, number in used_sizes.items():
-        per_gpu = cast("Mapping[int, float]", price).get(size) if isinstance(price, Mapping) else price
-        if per_gpu is None or per_gpu not in ranges.USD_PER_HOUR:
-            sizes = ", ".join(map(str, sorted(used_sizes)))
-            allowed = f"{ranges.USD_PER_HOUR} in dollars per GPU-hour, for nodes of {sizes} GPUs"
-            raise PlanError("is not a price", field="usd_per_gpu_hour", value=price, allowed=allowed)
-        total += per_gpu * size * number
-    return total

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import heapq
 import math
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
@@ -18,26 +17,18 @@ from morph.contract.profile import Profile
 from morph.words import counted, time_text
 from simulator.costs.answer import Simulation, describe
 from simulator.costs.outcome import ShapeOutcome
-from simulator.costs.zone_traffic import bytes_between_zones
-from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import node_sizes
 from simulator.inputs.request import PlanRequest
-from simulator.search.choice import PlanChoice
+from simulator.inputs.stock import Stock, usd_per_h_in_use
+from simulator.search.choice import PlanChoice, zone_usd_per_h
 from simulator.search.memory_limit import WORTH_SAYING, memory_sentence
 from simulator.search.mini_batch import simulate
-from simulator.search.nodes import unequal_on_nodes
-from simulator.search.objectives import Shape, usd_per_h_of
+from simulator.search.mixes import Found
+from simulator.search.nodes import OnNodes
+from simulator.search.objectives import Shape
 from simulator.search.pools import Pools, allows_unequal
-from simulator.search.proof import least_ns
-from simulator.search.purchases import (
-    NodePurchases,
-    cheapest,
-    cheapest_equal,
-    prices_of,
-    usd_per_h_in_use,
-    within_budget,
-    zone_usd_per_h,
-)
+from simulator.search.proof import proof
+from simulator.search.purchases import Purchases, cheapest, cheapest_equal
 from simulator.search.requested_objective import objective_for
 from simulator.search.sweep import Sweep
 
@@ -72,167 +63,98 @@ def plan(
     """
     request = replace(request, **more)
     ranges.RUNNERS_UP.check("num_runners_up", num_runners_up)
-    of_types = pool if pool is None or isinstance(pool, Pool) else Pool.of(pool)
-    if request.budget_usd_per_h is not None or (request.objective == "usd_per_example" and request.num_gpus_per_node):
-        return _purchase(profile, request, num_gpus, of_types, num_runners_up)
-    if of_types is not None:
-        return _plan_zones(profile, request, of_types, num_runners_up)
-    if num_gpus is not None:
-        ranges.GPUS.check("num_gpus", num_gpus)
-    sizes = request.nodes(num_gpus)
-    gpus = sum(sizes) if num_gpus is None and sizes is not None else num_gpus
-    if gpus is None:
-        raise PlanError("is missing", field="num_gpus", allowed="a number, or a list of nodes")
-    sweep, objective = Sweep(profile, request, request.conditions(sizes)), request.objective
-    fastest = objective == "examples_per_s" and request.num_replicas is None
-    shapes = _shapes(sweep, gpus, request.pipeline_depth, request.num_replicas, smaller=not fastest)
-    objectively = objective_for(request, sweep, gpus)
-    if fastest:
-        ranked = sweep.fastest(gpus, [depth for depth, _ in shapes], 1 + num_runners_up)
-    else:
-        ranked = sweep.best(shapes, 1 + num_runners_up, None if objective == "examples_per_s" else objectively)
-    simulations = [describe(outcome, sweep.shape_simulator) for outcome in ranked]
-    sentence = memory_sentence(sweep, shapes, ranked[0], objectively)
-    simulations[0] = simulations[0].with_note(sentence)
-    values = [objectively.value(outcome.shape, outcome.mini_batch_ns / 1e9) for outcome in ranked]
-    pools = Pools(profile, request, ("",), (sweep,))
-    if objective == "examples_per_s" and allows_unequal(request, on_nodes=True):
-        if sizes is None:
-            mixes = pools.unequal((gpus,), [pools.of_outcome(0, ranked[0])])
-            unequal = pools.described(mixes[0]) if mixes else None
-        else:
-            unequal = unequal_on_nodes(profile, request, (sizes,), ("",), ranked[:1])
-        if unequal is not None:
-            simulations = [unequal, *simulations][: 1 + num_runners_up]
-            values = [unequal.expected.examples_per_s, *values][: 1 + num_runners_up]
-    return PlanChoice(
-        simulations=tuple(simulations),
-        values=tuple(values),
-        objective=objective,
-        num_gpus=gpus,
-        num_shapes=sum(count for _, count in shapes) if fastest else len(shapes),
-        usd_per_h=usd_per_h_in_use(request, simulations[0].plan),
-        least_s=_bound(pools, (gpus,), simulations[0]),
-    )
-
-
-def _bound(pools: Pools, gpus: Sequence[int], best: Simulation) -> Callable[[], float] | None:
-    """Return the bound of all plans on these GPUs, if any plan may be the answer to the request."""
-    request = pools.request
-    given = (request.jitter_seed, request.compute_slots, request.pipeline_depth, request.num_replicas)
-    if request.objective != "examples_per_s" or any(each is not None for each in given):
-        return None
-    return lambda: least_ns(pools, gpus, best.expected.mini_batch_s * 1e9) / 1e9
-
-
-def _purchase(
-    profile: Profile, request: PlanRequest, num_gpus: int | None, pool: Pool | None, num_runners_up: int
-) -> PlanChoice:
-    """Return the best plan on the GPUs or nodes that are worth their price and within the budget."""
+    stock, count = Stock.of(request, num_gpus, pool), 1 + num_runners_up
     if pool is not None:
-        _check_pool(request, pool, on_nodes=True)
-    elif num_gpus is None and not isinstance(request.num_gpus_per_node, Sequence):
-        raise PlanError("is missing", field="num_gpus", allowed="a number, a list of nodes, or a pool")
-    names = ("",) if pool is None else pool.types
-    free = replace(request, budget_usd_per_h=None)
-    if request.num_gpus_per_node is None:
-        pools, gpus = Pools(profile, free, names), [num_gpus or 0 if pool is None else pool[name] for name in names]
-
-        def answer(numbers: Sequence[int]) -> PlanChoice:
-            if pool is None:
-                return plan(profile, free, num_gpus=numbers[0], num_runners_up=num_runners_up)
-            return _plan_zones(profile, free, Pool.of(dict(zip(names, numbers, strict=True))), num_runners_up, pools)
-
-        return within_budget(pools, gpus, request, answer)
-    free = replace(free, objective="examples_per_s")
-
-    def fastest(nodes: Sequence[tuple[int, ...]]) -> PlanChoice:
-        if pool is None:
-            return plan(profile, replace(free, num_gpus_per_node=nodes[0]), num_runners_up=num_runners_up)
-        bought = {name: sizes for name, sizes in zip(names, nodes, strict=True) if sizes}
-        on_nodes = replace(free, num_gpus_per_node=bought)
-        return _plan_zones(profile, on_nodes, Pool.of({name: sum(bought[name]) for name in bought}), num_runners_up)
-
-    nodes = request.nodes_of_types(pool) if pool is not None else [request.nodes(num_gpus) or ()]
-    return NodePurchases(profile, request, names, nodes).best(fastest, 1 + num_runners_up)
+        request = replace(request, unequal=True)
+        _check_pool(request, stock.pool, on_nodes=True)
+    is_whole = stock.nodes is not None and request.objective == "usd_per_example"  # whole nodes are paid
+    free = replace(request, budget_usd_per_h=None, objective="examples_per_s" if is_whole else request.objective)
+    pools = Pools(profile, free, stock.names)
+    if request.budget_usd_per_h is None and not is_whole:
+        return _plan_zones(pools, stock, count)
+    return Purchases(pools, request, stock, lambda part: _plan_zones(pools, part, count)).best(count)
 
 
-def _plan_zones(
-    profile: Profile, request: PlanRequest, pool: Pool, num_runners_up: int, pools: Pools | None = None
-) -> PlanChoice:
-    """Return the best plan for a pool, or for its GPUs in only some of its zones if that is better."""
-    zones, choices = pool.zones, [pool]
-    if len(zones) > 1 and (request.zone_usd_per_gb or request.applied_to(profile).between_zones is not None):
+def _plan_zones(pools: Pools, stock: Stock, count: int) -> PlanChoice:
+    """Return the best plan on these GPUs, or on those in only some of their zones if that is better."""
+    request, zones, choices = pools.request, stock.pool.zones, [stock]
+    if len(zones) > 1 and (request.zone_usd_per_gb or request.applied_to(pools.profile).between_zones is not None):
         numbers = range(len(zones) - 1, 0, -1) if len(zones) <= _ZONES else (1,)
-        choices += [pool.within(some) for number in numbers for some in combinations(zones, number)]
+        choices += [stock.within(some) for number in numbers for some in combinations(zones, number)]
     found, refused = list[PlanChoice](), list[PlanError]()
     for choice in choices:
         try:
-            found.append(_plan_pool(profile, request, choice, num_runners_up, pools))
+            found.append(_plan_on(pools, choice, count))
         except PlanError as error:
             refused.append(error)
     if not found:
         raise refused[0]
-    sign = 1 if request.objective == "examples_per_s" else -1
+    sign = -1 if request.objective == "usd_per_example" else 1
     best = max(found, key=lambda choice: sign * choice.values[0])
-    least_s = next((each.least_s for each in found if each.num_gpus == pool.num_gpus), None)  # of GPUs in all zones
-    return replace(best, num_gpus=pool.num_gpus, least_s=least_s)
+    least_s = next((each.least_s for each in found if each.num_gpus == sum(stock.gpus)), None)  # of GPUs in all zones
+    return replace(best, num_gpus=sum(stock.gpus), least_s=least_s)
 
 
-def _plan_pool(
-    profile: Profile, request: PlanRequest, pool: Pool, num_runners_up: int, pools: Pools | None = None
-) -> PlanChoice:
-    """Return the best plan for GPUs of several types; ``pools``: a search that already knows them.
-
-    Raises PlanError if the pool has no GPUs, or the request does not allow a pool.
-    """
-    _check_pool(request, pool, on_nodes=True)
-    nodes, unequal = request.nodes_of_types(pool), None
-    pools = pools or Pools(profile, request, pool.types, _sweeps_on(nodes, profile, request, pool))
-    gpus = [pool[name] for name in pools.names]
-    prices = None if request.objective == "examples_per_s" else prices_of(request, pools.names)
-    if nodes:
-        ranked = pools.equal(gpus, 1 + num_runners_up)
-        if not ranked:
-            raise pools.too_small(gpus)
-        best_of_type = {each.node_types: each for each in reversed(ranked)}.values()
-        outcomes = [each.outcome for each in sorted(best_of_type, key=lambda each: each.mini_batch_ns) if each.outcome]
-        unequal = unequal_on_nodes(profile, request, nodes, pool.types, outcomes)
-    elif prices is None:
-        ranked = pools.best(gpus, 1 + num_runners_up)
+def _plan_on(pools: Pools, stock: Stock, count: int) -> PlanChoice:
+    """Return the best plan on GPUs of one or several types."""
+    request, here, gpus = pools.request, pools.on(stock.nodes), stock.gpus
+    prices = stock.usd_per_node(request) if request.objective == "usd_per_example" else []
+    simulations, values = list[Simulation](), list[float]()
+    if len(gpus) == 1:
+        equal, simulations, values, num_shapes = _of_one_type(here, gpus[0], prices, count)
+    elif prices:
+        equal = cheapest_equal(here, gpus, prices, count)
+    elif stock.nodes is not None:
+        equal = here.equal(gpus, count)
     else:
-        equal = cheapest_equal(pools, gpus, prices, 1 + num_runners_up)
-        mix = cheapest(pools, gpus, equal, prices)
-        ranked = (([mix] if mix else []) + equal)[: 1 + num_runners_up]
-    found = [*([unequal] if unequal else []), *(pools.described(each) for each in ranked)]
-    simulations = tuple(found[: 1 + num_runners_up])
-    batch_size, values = profile.job.batch_size, [simulation.expected.examples_per_s for simulation in simulations]
-    if prices is not None:
-        usd_per_h = [sum(map(operator.mul, each.workers, prices)) for each in ranked]
-        values = [
-            (usd + zone_usd_per_h(request, simulation)) / 3600 * simulation.expected.mini_batch_s / batch_size
-            for usd, simulation in zip(usd_per_h, simulations, strict=True)
-        ]
-    return PlanChoice(
-        simulations=simulations,
-        values=tuple(values),
-        objective=request.objective,
-        num_gpus=pool.num_gpus,
-        num_shapes=len(ranked),
-        usd_per_h=usd_per_h_in_use(request, simulations[0].plan),
-        zone_bytes=bytes_between_zones(simulations[0].kinds),
-        zone_usd_per_h=zone_usd_per_h(request, simulations[0]),
-        least_s=_bound(pools, gpus, simulations[0]),
-    )
+        equal = pools.best(gpus, count)
+    mixes, unequal = list[Found](), None
+    if stock.nodes is not None and allows_unequal(request, on_nodes=True):
+        if not equal:
+            raise here.too_small(gpus)
+        best_of_type = {each.node_types: each for each in reversed(equal)}.values()
+        unequal = OnNodes(here).best(sorted(best_of_type, key=lambda each: each.mini_batch_ns))
+    elif prices and allows_unequal(request):
+        mixes = cheapest(pools, gpus, equal, prices)
+    elif len(gpus) == 1 and allows_unequal(request):
+        mixes = pools.unequal(gpus, equal[:1])[:1]
+    simulations = simulations or [here.described(each) for each in equal]
+    simulations = [*([unequal] if unequal else map(here.described, mixes)), *simulations][:count]
+    if request.objective != "progress":
+        values = [_value(request, each) for each in simulations]
+    num_shapes = num_shapes if len(gpus) == 1 else len(equal) + len(mixes)
+    least_s = proof(pools, [stock], simulations[0].expected.mini_batch_s)
+    choice = PlanChoice((), (), request.objective, sum(gpus), num_shapes, least_s=least_s)
+    return choice.reordered(request, simulations, values)
 
 
-def _sweeps_on(
-    nodes: Sequence[tuple[int, ...]], profile: Profile, request: PlanRequest, pool: Pool
-) -> tuple[Sweep, ...]:
-    return tuple(
-        Sweep(of_pool_type(profile, name), request, request.conditions(sizes))
-        for name, sizes in zip(pool.types, nodes, strict=False)
-    )
+def _of_one_type(
+    pools: Pools, num_gpus: int, prices: Sequence[float], count: int
+) -> tuple[list[Found], list[Simulation], list[float], int]:
+    """Return the best equal pipelines on one type, best first, with their simulations, the objective's values, and the
+    number of shapes that were considered.
+    """
+    request, sweep = pools.request, pools.sweeps[0]
+    objective = objective_for(request, sweep, num_gpus, *prices)
+    fastest = request.objective == "examples_per_s" and request.num_replicas is None
+    shapes = _shapes(sweep, num_gpus, request.pipeline_depth, request.num_replicas, smaller=not fastest)
+    if fastest:
+        ranked = sweep.fastest(num_gpus, [depth for depth, _ in shapes], count)
+    else:
+        ranked = sweep.best(shapes, count, None if request.objective == "examples_per_s" else objective)
+    found = [pools.of_outcome(0, outcome) for outcome in ranked]
+    simulations = [pools.described(each) for each in found]
+    simulations[0] = simulations[0].with_note(memory_sentence(sweep, shapes, ranked[0], objective))
+    values = [objective.value(outcome.shape, outcome.mini_batch_ns / 1e9) for outcome in ranked]
+    return found, simulations, values, sum(replicas for _, replicas in shapes) if fastest else len(shapes)
+
+
+def _value(request: PlanRequest, simulation: Simulation) -> float:
+    """Return examples per second, or dollars per example."""
+    if request.objective == "examples_per_s":
+        return simulation.expected.examples_per_s
+    usd_per_h = (usd_per_h_in_use(request, simulation.plan) or 0.0) + zone_usd_per_h(request, simulation)
+    return usd_per_h / 3600 / simulation.expected.examples_per_s
 
 
 def advice(profile: Profile, request: PlanRequest, simulation: Simulation) -> str:
@@ -478,5 +400,5 @@ def plan_frame(
         return plans_frame(plans.items())
     node_size = request.num_gpus_per_node or 1
     assert isinstance(node_size, int), "nodes of unlike sizes have no price for a range of GPUs"
-    usd_per_gpu_h = usd_per_h_of(request.usd_per_gpu_hour, {node_size: 1}) / node_size
-    return plans_frame(plans.items(), usd_per_gpu_h)
+    (usd_per_h,) = Stock(("",), (node_size,), ((node_size,),)).usd_per_node(request)
+    return plans_frame(plans.items(), usd_per_h / node_size)

@@ -12,6 +12,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from copy import copy
+from functools import cached_property
 from itertools import permutations, product
 
 import numpy as np
@@ -25,23 +27,10 @@ from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.zone_traffic import usd_between_zones
 from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.request import PlanRequest
-from simulator.search.mixes import Found, Mix, Mixes, Search
+from simulator.search.mixes import Effort, Found, Mix, Mixes, Search
 from simulator.search.pipelines import Pipelines
 from simulator.search.sweep import Sweep
 from simulator.search.two_types import TwoTypes
-
-_SIZES, _MANY = 4, 64
-"""The number of micro-batch sizes that are tried, in the order of their bounds. With more than ``_MANY`` GPUs only one
-size is tried."""
-_NEAR = 1.01
-"""A size is tried if its mixes are estimated to take at most this many times as long as those of the best size."""
-_HOPEFUL = 1.01
-"""An estimate may be too high by this factor."""
-_TINY, _CROSSING_SIZES, _CROSSED, _BUSY = 8, 2, 128, 0.98
-"""For pipelines over two types, ``_CROSSING_SIZES`` micro-batch sizes are tried on at most ``_TINY`` GPUs, one on more.
-With more than ``_CROSSED`` GPUs no such pipelines are tried if the best plan uses at least ``_BUSY`` of the GPUs."""
-_SUBSETS = {True: 16, False: 2}
-"""How many smaller choices of GPUs are tried: with at most ``_MANY`` GPUs (True), and with more."""
 
 
 def allows_unequal(request: PlanRequest, *, on_nodes: bool = False) -> bool:
@@ -55,6 +44,11 @@ def allows_unequal(request: PlanRequest, *, on_nodes: bool = False) -> bool:
     return request.unequal and request.objective != "progress" and all(each is None for each in (*given, *shape))
 
 
+def _with_near_links(profile: Profile) -> Profile:
+    near = {"activation": profile.intra_node.activation, "gradient": profile.intra_node.gradient}
+    return profile.model_copy(update={"inter_node": profile.inter_node.model_copy(update=near)})
+
+
 class Pools:
     """Answers for GPUs of some types; ``names``: see :func:`of_pool_type`; ``sweeps``: those that exist already."""
 
@@ -66,7 +60,9 @@ class Pools:
         sweeps: Sequence[Sweep] = (),
         most_replicas: int | None = None,
     ) -> None:
-        self.names, self.request, self.most_replicas = tuple(names), request, most_replicas
+        self.names, self.profile, self.request, self.most_replicas = tuple(names), profile, request, most_replicas
+        self.alone: Pools = self
+        self.nodes: tuple[tuple[int, ...], ...] | None = None
         self.sweeps = tuple(sweeps) or tuple(
             Sweep(of_pool_type(profile, name), request, request.conditions(None)) for name in names
         )
@@ -76,6 +72,23 @@ class Pools:
         ]
         self._mixes: dict[tuple[int, Schedule], Mixes] = {}
         self._two_types: dict[tuple[int, Schedule], TwoTypes] = {}
+
+    def on(self, nodes: tuple[tuple[int, ...], ...] | None) -> Pools:
+        """Return these pools with equal pipelines on nodes of several GPUs; ``nodes``: GPUs of each node, by type."""
+        if nodes is None:
+            return self
+        other = copy(self)
+        conditions = [self.request.conditions(sizes) for sizes in nodes]
+        other.sweeps = tuple(sweep.under(each) for sweep, each in zip(self.sweeps, conditions, strict=True))
+        other.nodes = nodes
+        return other
+
+    @cached_property
+    def near(self) -> Pools:
+        """These pools with the times of messages inside a node for all messages between stages."""
+        profiles = [of_pool_type(self.profile, name) for name in self.names]
+        sweeps = [Sweep(_with_near_links(each), self.request, self.request.conditions(None)) for each in profiles]
+        return Pools(self.profile, self.request, self.names, sweeps)
 
     def equal(self, gpus: Sequence[int], count: int = 1, below_ns: float = math.inf) -> list[Found]:
         """Return the fastest equal pipelines on each type alone, best first, in at most ``below_ns``."""
@@ -107,24 +120,22 @@ class Pools:
             return None
         if best is not None:
             below_ns = min(below_ns, best.mini_batch_ns * self.request.worth)
-        if best is not None and sum(gpus) > _CROSSED and sum(best.workers) >= _BUSY * sum(gpus):
-            return None  # the gain would not be worth a search over so many GPUs
         schedule = self.request.schedule or "varuna"
         answer: Found | None = None
-        for size in sizes or self.crossing_sizes(gpus, best, schedule):
+        for size in sizes or self.crossing_sizes(gpus, best):
             found = self.two_types_of(size, schedule).best(gpus, below_ns, quick=bool(sizes))
             if found is not None:
                 answer, below_ns = found, found.mini_batch_ns
         return answer
 
-    def crossing_sizes(self, gpus: tuple[int, ...], best: Found | None, schedule: Schedule) -> list[int]:
-        """Return micro-batch sizes for pipelines over two types: that of the best answer, or those that seem best."""
-        if best is not None and sum(gpus) > _TINY:
-            return [best.micro_batch_size] if best.micro_batch_size in self.sizes() else []
-        times_ns = {size: self.two_types_of(size, schedule).least_ns(gpus) for size in self.sizes()}
-        return sorted((size for size in times_ns if times_ns[size] < math.inf), key=times_ns.__getitem__)[
-            :_CROSSING_SIZES
-        ]
+    def crossing_sizes(self, gpus: tuple[int, ...], best: Found | None) -> list[int]:
+        """Return micro-batch sizes for pipelines over two types: that of the best answer, or all, best first, for few
+        GPUs or where nothing else fits.
+        """
+        if best is not None and not Effort.on(gpus).is_thorough:
+            return [size for size in self.sizes() if size == best.micro_batch_size]
+        schedule = self.request.schedule or "varuna"
+        return sorted(self.sizes(), key=lambda size: self.two_types_of(size, schedule).least_ns(gpus))
 
     def two_types_of(self, micro_batch_size: int, schedule: Schedule) -> TwoTypes:
         """Return the search for pipelines over two types, with one micro-batch size and schedule."""
@@ -177,13 +188,13 @@ class Pools:
             costs = each.outcome.costs
             schedules: tuple[Schedule, ...] = (costs.schedule,) if self.request.schedule else ("varuna", costs.schedule)
             found |= dict.fromkeys((costs.sections.micro_batch_size, schedule) for schedule in schedules)
-        schedule, num_sizes = self.request.schedule or "varuna", _SIZES if sum(gpus) <= _MANY else 1
+        schedule, effort = self.request.schedule or "varuna", Effort.on(gpus)
         heap = [(Search(self.mixes(size, schedule), gpus, limited=False).least_ns(), 0, size) for size in self.sizes()]
         heapq.heapify(heap)
         taken: list[float] = []
-        while heap and len(taken) < num_sizes:
+        while heap and len(taken) < effort.sizes:
             time_ns, known, size = heapq.heappop(heap)
-            if time_ns >= min(below_ns * _HOPEFUL, taken[0] * _NEAR if taken else math.inf):
+            if time_ns >= min([below_ns, *taken[:1]]) * effort.doubt:
                 break
             search = self.mixes(size, schedule).search(gpus)
             if known == 0:
@@ -265,7 +276,7 @@ class Pools:
     def _subsets(self, mixes: Mixes, gpus: tuple[int, ...], below_ns: float) -> Iterator[tuple[int, ...]]:
         """Yield all of these GPUs, then fewer that may finish a mini-batch in less than ``below_ns``."""
         yield gpus
-        count = _SUBSETS[sum(gpus) <= _MANY]
+        count = Effort.on(gpus).subsets
         least = np.array([max(0, number - count) for number in gpus])
         done = [each[fewest:] for each, fewest in zip(mixes.search(gpus).done(below_ns), least.tolist(), strict=True)]
         sums = sum(np.ix_(*done)) if len(done) > 1 else done[0]
@@ -299,7 +310,7 @@ class Pools:
             return refused[0][2]
         ways = [f"{name}={fewest}" for name, fewest, _ in refused if fewest is not None]
         pool = Pool.of(dict(zip(self.names, gpus, strict=True)))
-        crosses, schedule = self.request.num_gpus_per_node is None, self.request.schedule or "varuna"
+        crosses, schedule = self.nodes is None, self.request.schedule or "varuna"
         both = [self.two_types_of(size, schedule).fewest(gpus) for size in self.sizes() if crosses]
         if enough := min((each for each in both if each), key=sum, default=None):
             ways.append(str(Pool.of(dict(zip(self.names, enough, strict=True)))))

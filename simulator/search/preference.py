@@ -8,15 +8,13 @@ each device, then the one with fewest kinds of pipelines, then the best by the r
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from morph.contract.profile import Profile
 from simulator.costs.answer import Simulation
 from simulator.costs.joined_sections import JoinedSections
-from simulator.costs.zone_traffic import bytes_between_zones
 from simulator.inputs.request import PlanRequest
 from simulator.search.choice import PlanChoice
-from simulator.search.purchases import usd_per_h_in_use, zone_usd_per_h
 
 LEAST_TIME_ERROR = 0.01
 """Expected times are never more exact than this: about twice the worst error of emulated runs (docs/benchmarks.md)."""
@@ -75,12 +73,6 @@ def preferred(choice: PlanChoice, request: PlanRequest, errors: Errors) -> PlanC
     if not first:
         return choice
     order = [first, *(place for place in range(len(choice.values)) if place != first)]
-    best = choice.simulations[first]
-    return replace(
-        choice,
-        simulations=tuple(choice.simulations[place] for place in order),
-        values=tuple(choice.values[place] for place in order),
-        usd_per_h=usd_per_h_in_use(request, best.plan),
-        zone_bytes=bytes_between_zones(best.kinds),
-        zone_usd_per_h=zone_usd_per_h(request, best),
+    return choice.reordered(
+        request, (choice.simulations[place] for place in order), (choice.values[place] for place in order)
     )

@@ -10,12 +10,13 @@ more micro-batches than its GPUs cost; then all GPUs together finish no more tha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import permutations, product
 
 import numpy as np
 
 from morph.contract.plan import Schedule
+from simulator.inputs.stock import Stock
 from simulator.search.mixes import knapsack, most_by_prices
 from simulator.search.pipelines import Reach
 from simulator.search.pools import Pools
@@ -23,6 +24,25 @@ from simulator.search.setting import SCHEDULES
 
 _NEAR = 1e-4
 """Relative precision of the bound."""
+
+
+def proof(pools: Pools, stocks: Sequence[Stock], best_s: float) -> Callable[[], float] | None:
+    """Return a function that computes a lower bound (s), at most ``best_s``, of every plan on any one of the stocks.
+
+    Return None if other plans than those that the bound covers may answer the request.
+    """
+    request = pools.request
+    given = (request.jitter_seed, request.compute_slots, request.pipeline_depth, request.num_replicas)
+    if request.objective != "examples_per_s" or any(each is not None for each in given):
+        return None
+
+    def least_s() -> float:
+        least = best_s * 1e9
+        for stock in stocks:
+            least = least_ns(pools.on(stock.nodes), stock.gpus, least)
+        return least / 1e9
+
+    return least_s
 
 
 def least_ns(pools: Pools, gpus: Sequence[int], above_ns: float) -> float:
@@ -58,7 +78,7 @@ class _Reach:
         self.total, self.prices = types[0].total, np.ones(len(gpus))
         self.alone = [each.reach for each in types]
         self.splits: list[tuple[int, int, Reach]] = []
-        if pools.request.num_gpus_per_node is None:
+        if pools.nodes is None:
             two_types, deepest = pools.two_types_of(size, schedule), types[0].sweep.num_sections - 1
             self.splits = [
                 (i, j, two_types.splits_of(i, j, (min(gpus[i], deepest), min(gpus[j], deepest))))

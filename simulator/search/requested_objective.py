@@ -5,16 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from simulator.inputs.request import PlanRequest
-from simulator.search.objectives import Cheapest, Fastest, MostProgress, Objective, Revocations, Shape, usd_per_h_of
+from simulator.search.objectives import Cheapest, Fastest, MostProgress, Objective, Revocations, Shape
 from simulator.search.sweep import Sweep
 
 
-def objective_for(request: PlanRequest, sweep: Sweep, num_gpus: int) -> Objective:
-    """Return the objective of a request."""
+def objective_for(request: PlanRequest, sweep: Sweep, num_gpus: int, usd_per_h: float = 0.0) -> Objective:
+    """Return the objective of a request; ``usd_per_h``: the price of a GPU that is a node of its own."""
     batch_size = sweep.profile.job.batch_size
-    if request.usd_per_gpu_hour is not None and request.objective == "usd_per_example":
-        price = request.usd_per_gpu_hour
-        return Cheapest(batch_size, lambda shape: usd_per_h_of(price, used_sizes(sweep, shape)))
+    if request.objective == "usd_per_example":
+        return Cheapest(batch_size, usd_per_h)
     if request.revocations_per_hour is not None and request.objective == "progress":
         revocations = Revocations(
             request.revocations_per_hour, request.pause_s, request.replacement_s, request.revoked_together

@@ -26,27 +26,15 @@ from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.stage_costs import SectionCosts
 from simulator.engine.compilation import compiled, entry
 from simulator.engine.times import Ints
-from simulator.search.mixes import Chosen, Found, Mixes, Search, most_by_prices
+from simulator.search.mixes import CHEAPEST, HOPE, Chosen, Effort, Found, Mixes, Search, cheap_choices, most_by_prices
 from simulator.search.partition import PartitionTable, partition_table
 from simulator.search.pipelines import Floats, Pipelines, Reach
 from simulator.search.setting import Rule, Setting, widest_alike
 from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
 
-_TINY = 8
-"""With at most this many GPUs more mixes are considered."""
-_LOOKED_AT, _FINALS, _DOUBT = {True: 24, False: 3}, {True: 24, False: 2}, {True: 1.2, False: 1.02}
-"""For tiny pools (True) and others: how many mixes are simulated roughly, in both orders of types; how many of them are
-simulated exactly; and how many times as long as the best one such a mix may be estimated to take."""
 _MANY_PLACES = 2_500
 """If two types have more pairs of numbers of GPUs, only splits that finish more than others on as many are tried."""
-_HOPEFUL = {True: 1.05, False: 1.0}
-"""A mix is tried if its estimate is at most this many times the time to surpass, for tiny pools (True) and others."""
-_HOPE = 0.5
-"""How far a time is assumed to be above its bound, as a share of the smallest excess (time over bound, minus 1)
-simulated for one type."""
-_SLOWER, _LENGTHS, _CHEAP = 16.0, 12, 3
-"""As in :mod:`simulator.search.purchases`."""
 _LONG = 8
 """From this many micro-batches for each stage on, three windows are enough for an approximate time."""
 _NEAR = 1e-3
@@ -253,22 +241,22 @@ class TwoTypes:
 
     def best(self, gpus: tuple[int, ...], below_ns: float, *, quick: bool = False) -> Found | None:
         """Return the fastest such mix below ``below_ns``; None: none. ``quick``: simulate only the most promising."""
-        is_tiny, search = sum(gpus) <= _TINY, self.mixes.search(gpus)
-        hopeful, rough = self._hopeful(gpus, below_ns * _HOPEFUL[is_tiny]), []
-        num_ways, num_finals = (2, 1) if quick and not is_tiny else (_LOOKED_AT[is_tiny], _FINALS[is_tiny])
-        for splits, others in [each for way in hopeful[:num_ways] for each in self._near(*way, search)]:
+        search, effort = self.mixes.search(gpus), Effort.on(gpus)
+        hopeful, rough = self._hopeful(gpus, below_ns), []
+        most = 2 if quick and not effort.is_thorough else effort.finals
+        for splits, others in [each for way in hopeful[:most] for each in self._near(*way, search)]:
             chosen = self.chosen(splits, others)
             if len(chosen) == 1:
                 times_ns = self._rough_ns(*next(iter(splits.items()))).values()
                 rough.append((min(times_ns, default=math.inf), splits, others))
-            elif (known := self.joint.settled(chosen, "rough", thorough=is_tiny)) is not None:
+            elif (known := self.joint.settled(chosen, "rough", thorough=effort.is_thorough)) is not None:
                 rough.append((float(known[0]), splits, others))
         rough.sort(key=lambda each: each[0])
         best: Found | None = None
-        for time_ns, splits, others in rough[:num_finals]:
+        for time_ns, splits, others in rough[:most]:
             least = min(below_ns, math.inf if best is None else best.mini_batch_ns)
-            if time_ns < least * _DOUBT[is_tiny]:
-                found = self._settled(splits, others, least, thorough=is_tiny)
+            if time_ns < least * effort.doubt:
+                found = self._settled(splits, others, least, thorough=effort.is_thorough)
                 if found is not None and found.mini_batch_ns < least:
                     best = found
         return best
@@ -283,22 +271,24 @@ class TwoTypes:
 
         Each comes with its cost, nanoseconds times USD per hour, and the cheapest is first.
         """
-        found: dict[tuple[int, ...], float] = {}
+        found: list[tuple[float, tuple[int, ...]]] = []
         for pair in self._pairs(gpus):
-            only = tuple(number if kind in pair else 0 for kind, number in enumerate(gpus))
-            search = self.mixes.search(only)
-            shortest_ns = self._least_time(search, pair)
-            for time_ns in np.geomspace(shortest_ns, shortest_ns * _SLOWER, _LENGTHS) if shortest_ns < math.inf else ():
+            search = self.mixes.search(tuple(number if kind in pair else 0 for kind, number in enumerate(gpus)))
+            prices = np.add.outer(*(np.arange(gpus[kind] + 1) * usd_per_h[kind] for kind in pair))
+
+            def enough(
+                time_ns: float, search: Search = search, pair: tuple[int, int] = pair, prices: Floats = prices
+            ) -> tuple[int, ...] | None:
                 done, gained = search.done(time_ns), self._gains(search, pair, time_ns)[:3]
                 best, _ = _most_on_both(*gained, *(done[kind] for kind in pair))
-                prices = np.add.outer(*(np.arange(gpus[kind] + 1) * usd_per_h[kind] for kind in pair))
                 if best[-1, -1] < self.total:
-                    continue
+                    return None
                 ends = np.unravel_index(np.where(best >= self.total, prices, math.inf).argmin(), prices.shape)
                 numbers = dict(zip(pair, map(int, ends), strict=True))
-                subset = tuple(numbers.get(kind, 0) for kind in range(len(gpus)))
-                found[subset] = min(found.get(subset, math.inf), time_ns * float(np.dot(subset, usd_per_h)))
-        return sorted((usd, subset) for subset, usd in found.items())[:_CHEAP]
+                return tuple(numbers.get(kind, 0) for kind in range(len(gpus)))
+
+            found += cheap_choices(self._least_time(search, pair), enough, usd_per_h)
+        return sorted(found)[:CHEAPEST]
 
     def fewest(self, gpus: Sequence[int]) -> tuple[int, ...] | None:
         """Return GPUs on which such a pipeline fits, with the fewest more than these; None if it fits on none."""
@@ -349,7 +339,7 @@ class TwoTypes:
         (i, j), gpus, deepest = pair, search.gpus, self.sweeps[0].num_sections - 1
         most = min(gpus[i], deepest), min(gpus[j], deepest)
         played = [float(search.ratios[search.place[group]]) for group in search.lines]
-        time_ns /= 1 + _HOPE * (min(played, default=1.0) - 1)
+        time_ns /= 1 + HOPE * (min(played, default=1.0) - 1)
         there = self.splits_of(i, j, most).gains(time_ns)[: most[0] + 1, : most[1] + 1]
         back = self.splits_of(j, i, most[::-1]).gains(time_ns)[: most[1] + 1, : most[0] + 1].T
         gains, order = np.maximum(there, back), (back > there).astype(np.int64)
@@ -415,7 +405,7 @@ class TwoTypes:
         """Yield this mix, in both orders of types, and in tiny pools with other pipelines of one type or without."""
         back = {Split(j, i, b, a): number for (i, j, a, b), number in splits.items()}
         has_room = all(bool(self.splits_of(i, j, (a, b)).fits[a, b]) for i, j, a, b in back)
-        nearby = dict.fromkeys((others, (), *search.moved(others)) if search.is_tiny else (others,))
+        nearby = dict.fromkeys((others, (), *search.moved(others)) if search.effort.is_thorough else (others,))
         for ordered in (splits, back) if has_room else (splits,):
             yield from ((ordered, each) for each in nearby)
 
@@ -443,7 +433,7 @@ class TwoTypes:
             for number in range(1, min(gpus[i] // a, gpus[j] // b, needed) + 1):
                 whole = number * int(gains[place]) + int(done[i][gpus[i] - number * a] + done[j][gpus[j] - number * b])
                 worth.append((-whole, number, place))
-        nearest = sorted(worth)[: _LOOKED_AT[sum(gpus) <= _TINY]]
+        nearest = sorted(worth)[: Effort.on(gpus).finals]
         yield from (each for _, number, place in nearest if (each := {split(place): number}) != chosen)
 
     # ---- the promising mixes, simulated ----
@@ -495,7 +485,7 @@ class TwoTypes:
             outcomes = [
                 self._trial(setting, split, counts, quick=False).best()
                 for setting, time_ns in rough_ns.items()
-                if time_ns <= least * _DOUBT[False]
+                if time_ns <= least * Effort.on([number * split.depth]).doubt
             ]
             self._alone[split, number] = min(outcomes, key=lambda each: each.mini_batch_ns, default=None)
         return self._alone[split, number]

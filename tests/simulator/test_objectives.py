@@ -13,10 +13,11 @@ from morph.contract.plan import Plan
 from morph.contract.profile import Profile, load_profile
 from simulator import PlanRequest, plan, plan_frame, plan_table, simulate, synthetic_profile
 from simulator.inputs.request import ObjectiveName
+from simulator.inputs.stock import Stock
 from simulator.inputs.synthetic import with_type
-from simulator.search.objectives import MostProgress, Revocations, Shape, usd_per_h_of
+from simulator.search.objectives import MostProgress, Revocations, Shape
 from simulator.search.pools import Pools
-from simulator.search.purchases import affordable
+from simulator.search.purchases import Purchases
 from simulator.search.windows import Trial
 from tests.grids import cells
 
@@ -49,10 +50,12 @@ def test_the_cheapest_plan_is_the_cheapest_of_all_shapes(num_gpus: int) -> None:
 
 
 def test_whole_nodes_are_paid_for_at_the_price_of_their_size() -> None:
-    assert usd_per_h_of({1: 1.0, 4: 0.5}, {1: 3, 4: 2}) == pytest.approx(3 * 1.0 + 2 * 4 * 0.5)
-    assert usd_per_h_of(2.0, {1: 3, 4: 2}) == pytest.approx(22.0)
+    stock = Stock(("",), (11,), ((1, 1, 1, 4, 4),))
+    assert stock.kinds == {(0, 4): 2, (0, 1): 3}
+    assert stock.usd_per_node(PlanRequest(usd_per_gpu_hour={1: 1.0, 4: 0.5})) == [2.0, 1.0]
+    assert stock.usd_per_node(PlanRequest(usd_per_gpu_hour=2.0)) == [8.0, 2.0]
     with pytest.raises(PlanError, match="nodes of 1, 4 GPUs"):
-        usd_per_h_of({1: 1.0}, {1: 3, 4: 2})
+        stock.usd_per_node(PlanRequest(usd_per_gpu_hour={1: 1.0}))
     cheap = {1: 10.0, 4: 0.1}
     choice = plan(
         _profile(),
@@ -258,6 +261,7 @@ def test_a_budget_buys_the_best_of_all_gpus_that_it_pays_for(objective: Objectiv
         assert sign * choice.values[0] >= max(paid) - 1e-3 * abs(max(paid))
         assert sign * choice.values[0] >= last - 1e-3 * abs(last), "a larger budget made the answer worse"
         last = sign * choice.values[0]
+        assert choice.gap is None if sign < 0 else last * (1 + choice.gap) >= max(paid), "the proof is of this budget"
 
 
 def test_of_one_type_a_budget_bounds_the_number() -> None:
@@ -266,6 +270,9 @@ def test_of_one_type_a_budget_bounds_the_number() -> None:
     assert (choice.best.num_workers, choice.num_idle, choice.usd_per_h) == (3, 3, 1.5)
     alone = plan(_in_two_types(), PlanRequest(unequal=True), num_gpus=3)
     assert choice.best.expected == alone.best.expected
+    cheap = plan(_in_two_types(), request, num_gpus=6, objective="usd_per_example")
+    assert [each.num_workers for each in (cheap.best, *cheap.runners_up) if each.num_workers > 3] == []
+    assert len(cheap.runners_up) >= 2
 
 
 def test_a_budget_that_pays_for_too_few_gpus_is_refused_with_one_that_would_do() -> None:
@@ -304,7 +311,9 @@ def test_budgets_that_nothing_can_answer_are_refused(given: dict[str, Any], fiel
 
 
 def test_choices_within_a_budget_are_spread_out_where_no_type_alone_has_the_memory() -> None:
-    pools = Pools(_in_two_types(memory_bytes=1000), PlanRequest(unequal=True, memory_bytes=1000), ("synthetic", "slow"))
-    found = affordable(pools, (20, 20), (1.0, 1.0), 20.0)
+    request = PlanRequest(unequal=True, memory_bytes=1000, usd_per_gpu_hour=1.0, budget_usd_per_h=20.0)
+    stock = Stock(("synthetic", "slow"), (20, 20))
+    pools = Pools(_in_two_types(memory_bytes=1000), request, stock.names)
+    found = [part.gpus for part, _ in Purchases(pools, request, stock, pytest.fail).promising(stock, 20.0)]
     assert found[0] != found[-1]
     assert {sum(gpus) for gpus in found} == {20}
