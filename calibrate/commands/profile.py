@@ -64,7 +64,7 @@ def show_command(
     if shown.sources:
         console.print(table("not measured here", ("field", "source"), sorted(shown.sources.items()), left=2))
     if png is not None:
-        console.print(f"Drew {png}.", soft_wrap=True)
+        print(f"drawn: {png}")
 
 
 @profile_app.command("estimate")

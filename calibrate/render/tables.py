@@ -8,7 +8,7 @@ from rich.table import Table
 
 from morph.contract.profile import Contention, Profile, SectionProfile, Timing
 from morph.tables import table
-from morph.words import count_text, size_text, time_text
+from morph.words import count_text, counted, size_text, time_text
 
 WIDTH = 132
 
@@ -65,7 +65,7 @@ def section_table(profile: Profile) -> Table:
             rows.append([*facts, m, *times, "-" if peak is None else size_text(peak)])
             facts = ["", "", "", ""]
     columns = ("sections", "begins in", "parameters", "bytes out", "m", "forward", "backward", "forward/m", "peak")
-    return table(f"{profile.job.name}: {profile.num_sections} sections", columns, rows, left=2)
+    return table(f"{profile.job.name}: {counted(profile.num_sections, 'section')}", columns, rows, left=2)
 
 
 def whole_model_lines(profile: Profile) -> list[str]:

@@ -35,7 +35,7 @@ class TimeUse(StrEnum):
 _IN_WORDS = {
     TimeUse.COMPUTE: "computing",
     TimeUse.BUBBLE: "waiting within steps",
-    TimeUse.LOST: "work run again",
+    TimeUse.LOST: "work given up",
     TimeUse.MORPH: "changing shape",
     TimeUse.CHECKPOINT: "last save",
     TimeUse.WAITING: "waiting to train",

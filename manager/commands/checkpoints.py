@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from morph.cli.reading.options import JsonOption, StoredArgument
+from morph.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -137,7 +138,7 @@ def keep_command(
         raise unknown_version(stored, "VERSION", version, tuple(sorted(known)))
     if undo:
         let_go(stored.url, version)
-        print(f"version {version} is no longer kept: it is deleted when its turn comes")
+        print(f"version {version} is no longer kept: it is deleted once newer ones replace it")
     else:
         keep(stored.url, version)
         print(f"version {version} is kept until `morph checkpoints keep --undo` or `rm --force`")
@@ -183,7 +184,7 @@ def rm_command(
     for version in dict.fromkeys(versions):
         with writing(stored.url):
             gone = delete_version(stored.url, version, even_kept=force)
-        print(f"version {version} is removed" if gone else f"version {version} stays: it is kept", flush=True)
+        print(f"version {version} is removed" if gone else f"version {version} stays, because it is kept", flush=True)
 
 
 @checkpoints_app.command("gc")
@@ -210,7 +211,7 @@ def gc_command(source: StoredArgument) -> None:
     with writing(stored.url):
         old = [entry.version for entry in versions if entry.version <= newest]
         sizes = [size_bytes for version in old for size_bytes in remove_half_written(stored.url, version)]
-    print(f"{len(sizes)} half-written files of killed saves ({sum(sizes)} bytes) are removed")
+    print(f"removed {counted(len(sizes), 'half-written file')} of killed saves, {counted(sum(sizes), 'byte')}")
 
 
 @checkpoints_app.command("copy")

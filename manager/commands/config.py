@@ -114,8 +114,9 @@ def _check_job_file(path: Path, file: JobFile) -> str:
         pool = max(config.plans.values(), key=lambda plan: plan.expected.examples_per_s).pool
     plan = config.best_plan(pool)
     assert plan is not None, "the run would not begin"
+    workers = "1 worker" if f"{pool}" == "1" else f"{pool} workers"
     return (
-        f"{run.profile.job.name} fits its profile; {length_text(file.job, epochs)}, with {pool} workers in shape "
+        f"{run.profile.job.name} fits its profile; {length_text(file.job, epochs)}, with {workers} in shape "
         f"{plan.shape}, at least {config.fewest_workers} needed"
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -110,7 +111,7 @@ def demo_command(
     reference = _reference(job, profile, read_facts(out / "run").micro_batch_size, report.version, out / "reference")
 
     print("[5/5] results")
-    print(summarise(report, verbose=True))
+    print(summarise(report.model_copy(update={"num_steps": report.version}), verbose=True))  # the trace set the end
     draw_run(report, out / "run" / "run.png")
     ok = _judge(report, out, reference, promised=(seed, seconds, stretch) == (SEED, SECONDS, 1.0))
     print(f"picture: {out / 'run' / 'run.png'}   journal: {out / 'run' / 'journal.sqlite'}")
@@ -137,11 +138,8 @@ def _clear(out: Path) -> None:
 
 
 def _describe(trace: Trace) -> str:
-    by_time: dict[float, int] = {}
-    for event in trace.events:
-        if event.event == "remove":
-            by_time[event.time_s] = by_time.get(event.time_s, 0) + 1
-    kills, together = sum(by_time.values()), max(by_time.values(), default=0)
+    by_time = Counter(event.time_s for event in trace.events if event.event == "remove")
+    kills, together = by_time.total(), max(by_time.values(), default=0)
     return f"a spot trace of {trace.duration_s:.0f} s: {kills} VMs killed without warning, up to {together} at once"
 
 
@@ -155,7 +153,7 @@ def _reference(job: str, profile: Profile, micro_batch_size: int, steps: int, di
         nonlocal told_s
         if time.monotonic() - told_s > TOLD_EVERY_S or step + 1 == steps:
             told_s = time.monotonic()
-            print(f"      step {step + 1}/{steps}  loss {loss:.4f}", flush=True)
+            print(f"      {step + 1}/{steps} steps  loss {loss:.4f}", flush=True)
 
     return run_single(
         job,
@@ -180,7 +178,7 @@ def _judge(report: RunReport, out: Path, reference: Manifest, *, promised: bool)
     shapes = [span.shape for span in report.shapes if span.num_steps]
     depths, replicas = {shape.split("x")[0] for shape in shapes}, {shape.split("x")[1] for shape in shapes}
     checks = {
-        f"weights and optimizer state bit-identical to the uninterrupted run ({len(ours)} units)": not different,
+        f"weights and optimizer state bit-identical to the uninterrupted run (in {len(ours)} files)": not different,
         f"loss fell from {first:.3f} to {last:.3f}": last < first - (1.0 if promised else 0.0),
         f"{len(set(shapes))} different shapes, P and D both changed": len(set(shapes)) >= MIN_SHAPES
         and len(depths) > 1
@@ -189,5 +187,5 @@ def _judge(report: RunReport, out: Path, reference: Manifest, *, promised: bool)
     for sentence, held in checks.items():
         print(f"  {'yes' if held else 'NO '}  {sentence}")
     if different:
-        print(f"  units that differ: {', '.join(different)}")
+        print(f"  files of the checkpoint that differ: {', '.join(different)}")
     return all(list(checks.values())[: None if promised else 2])

@@ -9,6 +9,7 @@ import typer
 
 from morph.cli.reading.options import StoredArgument
 from morph.cli.reading.progress import progress
+from morph.words import counted
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -95,17 +96,15 @@ def export_command(
         else:
             manifest = read_manifest(stored.url, version)
             model, tensors = exported(manifest)
-        num_tensors, size_bytes = (
-            len(tensors),
-            sum(tensor.numel() * tensor.element_size() for tensor in tensors.values()),
-        )
+        size_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        size = f"{counted(len(tensors), 'tensor')}, {size_bytes / 2**20:.1f} MiB"
         show_progress(f"writing {output}", 0.8)
         if model is None:
             write_plain_file(output, tensors)
         else:
             save: Any = model.save_pretrained
             write_folder(output, lambda folder: _save_folder(save, folder, tensors))
-    print(f"wrote version {manifest.version} to {output}: {num_tensors} tensors, {size_bytes / 2**20:.1f} MiB")
+    print(f"wrote version {manifest.version} to {output}: {size}")
 
 
 def _save_folder(save: Any, folder: Path, tensors: dict[str, Tensor]) -> None:

@@ -12,6 +12,7 @@ import typer
 
 from morph.cli.reading.options import JobArgument, MicroBatchOption
 from morph.cli.reading.progress import progress
+from morph.words import counted
 
 if TYPE_CHECKING:
     from morph.jobs.job import Job
@@ -111,7 +112,7 @@ def import_command(
             raise RunDirError(f"cannot be written: {error}", source=str(run_dir)) from error
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    print(f"{run_dir} begins with the weights of {weights}: {len(model.parameter_specs)} parameters")
+    print(f"{run_dir} begins with the weights of {weights}: {counted(len(model.parameter_specs), 'tensor')}")
     if parameters.fresh:
         print(f"missing in these weights, so the job initialises them: {', '.join(parameters.fresh)}")
     if parameters.frozen:

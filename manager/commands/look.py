@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -12,6 +13,7 @@ import typer
 from morph.cli.reading.options import JsonOption, OnDemandOption, PngOption, PriceOption, RunDirArgument
 from morph.contract.errors import RunDirError
 from morph.contract.files import check_output, write_whole
+from morph.words import counted
 
 if TYPE_CHECKING:
     from manager.accounting.spent import Prices
@@ -51,9 +53,11 @@ def status_command(
         from manager.report.picture import draw_run
 
         draw_run(report, png)
+        print(f"drawn: {png}", file=sys.stderr)  # standard output may be JSON
     if csv is not None:
         with as_its_folder(csv):
             write_whole(csv, report.steps.frame().to_csv(index=False))
+        print(f"written: {csv}", file=sys.stderr)
 
 
 def events_command(
@@ -172,7 +176,7 @@ def _write_events(runs: dict[str, Path], folder: Path, prices: Prices | None) ->
                         sink.tell(happening)
                         num_written += 1
         sink.close()
-        print(f"{folder / name}: {num_written} events; to look at them: tensorboard --logdir {folder}")
+        print(f"{folder / name}: {counted(num_written, 'event')}; to look at them: tensorboard --logdir {folder}")
 
 
 def page_command(run_dir: RunDirArgument) -> None:
@@ -212,7 +216,7 @@ def stop_command(
 
     read_facts(run_dir)
     holder = ask_to_stop(run_dir)
-    print(f"process {holder} was asked to stop at the next step boundary", flush=True)
+    print(f"the run (process {holder}) was asked to stop at the next step boundary", flush=True)
     if wait:
         wait_for_end(run_dir, wait)
-        print("the run has ended; the same command continues from its newest checkpoint")
+        print(f"the run has ended; morph resume {run_dir} continues it from its newest checkpoint")

@@ -170,10 +170,10 @@ def _headline(planned: Planned) -> str:
     spec, scales, plan = planned.spec, planned.scales, planned.plan
     hosts = -(-spec.num_workers // spec.workers_per_host)
     shape = plan.shape if spec.trace is None else f"{counted(len(planned.plans), 'plan')}, {plan.shape} first"
-    most = "" if spec.trace is None else "at most "
+    most, workers = "" if spec.trace is None else "at most ", counted(spec.num_workers, "emulated worker")
     return (
-        f"{planned.profile.job.name}: {shape}, m {plan.micro_batch_size}, {plan.num_micro_batches} micro-batches, "
-        f"{plan.schedule}; {most}{spec.num_workers} emulated workers on {hosts} hosts ({spec.network})\n"
+        f"{planned.profile.job.name}: {shape}, {plan.schedule} schedule, micro-batches: {plan.num_micro_batches} of "
+        f"{plan.micro_batch_size}; {most}{workers} on {counted(hosts, 'host')} ({spec.network})\n"
         f"times x {scales.time:g}, messages x {scales.message:.3g}, parameters x {scales.state:.3g}"
     )
 

@@ -86,7 +86,7 @@ def _json_observer(run: LiveRun) -> Observer:
         if not has_news and run.version == before:
             return
         reason, known = observed.decision.reason, snapshot(run)
-        line = {"code": reason.code.value, "sentence": reason.sentence, "num_nodes": len(run.nodes)}
+        line = {"code": reason.code.value, "sentence": reason.sentence, "num_workers": len(run.workers)}
         line |= {name: known[name] for name in JSON_FIELDS}
         print(json.dumps(line), flush=True)
 
@@ -103,11 +103,10 @@ def _panel(run: LiveRun) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
-    for node in run.nodes:
-        table.add_row(node, Text(run.role(node), style="green" if node in run.places else "yellow"))
+    for worker in run.workers:
+        table.add_row(worker, Text(run.role(worker), style="green" if worker in run.places else "yellow"))
     recent = [_line(run, happened) for happened in list(run.recent)[-RECENT:]]
     events = Text("\n".join(recent), style="dim", no_wrap=True, overflow="ellipsis")
     bar = ProgressBar(total=run.num_steps, completed=run.version) if run.num_steps else Text("")
-    elapsed_s = run.time_s - run.start_s
-    title = Text(f"morph run {run.job}, {elapsed_s:.0f} s")
+    title = Text(f"morph run {run.job}, {run.time_s - run.start_s:.0f} s")
     return Panel(Group(Text(run.headline, style="bold"), bar, table, events), title=title)

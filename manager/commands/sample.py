@@ -67,10 +67,8 @@ def sample_command(
     if not follow:
         if _newest(stored) is None:
             raise no_checkpoint(stored)
-        print(
-            sample_newest(stored, loaded, folder, device)
-            or f"the sample of the newest checkpoint is already in {folder}"
-        )
+        written = sample_newest(stored, loaded, folder, device)
+        print(written or f"the sample of the newest checkpoint is already in {folder}")
         return
     failed: set[str] = set()
     while True:

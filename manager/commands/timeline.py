@@ -73,10 +73,10 @@ def timeline_command(
     console.print(table(title, columns, rows, light=True))
     if png is not None:
         draw_measured(timelines, replica, png)
-        console.print(f"Drew {png}.")
+        print(f"drawn: {png}")
     if perfetto is not None:
         write_trace(timelines, perfetto)
-        console.print(f"Wrote {perfetto}.")
+        print(f"written: {perfetto}")
 
 
 def _show_morph(run_dir: Path, number: int, path: Path | None) -> None:
@@ -101,17 +101,14 @@ def _show_morph(run_dir: Path, number: int, path: Path | None) -> None:
         (
             f"{span.start_s * 1e3:.1f} ms",
             time_text(span.duration_s) if span.duration_s else "",
-            span.who,
-            span.what,
-            span.detail,
+            *(span.who, span.what, span.detail),
         )
         for span in trace.spans
     ]
-    console = wide_console(160)
-    console.print(table(title, ("at", "for", "who", "what", "detail"), rows, left=5, light=True))
+    wide_console(160).print(table(title, ("at", "for", "who", "what", "detail"), rows, left=5, light=True))
     if path is not None:
         write_whole(path, json.dumps(chrome_trace(trace)))
-        console.print(f"Wrote {path}.")
+        print(f"written: {path}")
 
 
 def _chosen(recorded: dict[int, tuple[StepTimeline, ...]], step: int | None, run_dir: Path) -> Sequence[StepTimeline]:

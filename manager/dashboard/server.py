@@ -253,15 +253,15 @@ class _Figures(Collector):
                 if value is not None:
                     family.add_metric([name], value)
             yield family
-        others = GaugeMetricFamily("morph_other_nodes", "Nodes without a place.", labels=["state"])
-        for state in sorted({node["state"] for node in known["others"]}):
-            others.add_metric([state], sum(node["state"] == state for node in known["others"]))
+        others = GaugeMetricFamily("morph_other_workers", "Workers without a place.", labels=["state"])
+        for state in sorted({worker["state"] for worker in known["others"]}):
+            others.add_metric([state], sum(worker["state"] == state for worker in known["others"]))
         yield others
         phase = GaugeMetricFamily("morph_phase", "1 for the present phase and shape.", labels=["phase", "shape"])
         phase.add_metric([known["phase"], known["shape"] or ""], 1)
         yield phase
-        seconds = CounterMetricFamily("morph_node_seconds", "Node-seconds by use.", labels=["part"])
-        for part, spent_s in known["node_seconds"].items():
+        seconds = CounterMetricFamily("morph_worker_seconds", "Seconds of workers by use.", labels=["part"])
+        for part, spent_s in known["worker_seconds"].items():
             seconds.add_metric([part], spent_s)
         yield seconds
         if known["dollars"] is not None:

@@ -33,7 +33,7 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
             "start_s": run.start_s,
             "time_s": run.time_s,
             "grid": _grid(run),
-            "others": [{"node": node, "state": state} for node, state in run.nodes.items() if node not in run.places],
+            "others": [{"worker": one, "state": state} for one, state in run.workers.items() if one not in run.places],
             "shapes": [list(entry) for entry in run.shapes],
             "counts": [list(point) for point in run.counts.points],
             "losses": [list(point) for point in run.losses.points],
@@ -42,7 +42,7 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
             "metric_points": {name: [list(p) for p in series.points] for name, series in run.metric_series.items()},
             "events": [{"time_s": e.time_s, "code": e.code, "sentence": e.sentence} for e in run.recent],
             "next_save": None if next_save is None else next_save.model_dump(),
-            "node_seconds": {part.value: account.part_s(part) for part in TimeUse},
+            "worker_seconds": {part.value: account.part_s(part) for part in TimeUse},
             "dollars": None if bill is None else bill.total_usd,
             "part_dollars": None if bill is None else {part.value: bill.part_usd(part) for part in TimeUse},
             "remaining": None if left is None else {"text": left.text, **left.model_dump()},
@@ -53,7 +53,7 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
 def _grid(run: LiveRun) -> list[list[dict[str, str]]]:
     if not run.places:
         return []
-    cells = {place: {"node": node, "state": run.nodes.get(node, "gone")} for node, place in run.places.items()}
+    cells = {place: {"worker": name, "state": run.workers.get(name, "gone")} for name, place in run.places.items()}
     num_replicas = max(replica for _, replica in cells) + 1
     depths = [max(stage for stage, of in cells if of == replica) + 1 for replica in range(num_replicas)]
     return [[cells[stage, replica] for stage in range(depth)] for replica, depth in enumerate(depths)]

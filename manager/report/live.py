@@ -16,6 +16,7 @@ from manager.report.events import Told
 from manager.report.fold import Fold
 from manager.report.remaining import Remaining, remaining
 from manager.report.steps import Cost, Step
+from morph.words import counted
 
 RECENT = 40
 SPEED_WINDOW = 10
@@ -74,10 +75,10 @@ class LiveRun:
 
     ``num_steps``: None if open-ended. ``start_s``: the time of the first decision. ``version``: the version from which
     the run continues; ``trouble``: why workers cannot be set up now; ``saved_version``: the newest complete checkpoint.
-    ``metrics``, ``learning_rates``: those of the last decided step. ``fold``: its ledger begins with the
-    account of earlier sessions; ``takes_over``: whether the nodes of the last of these live on. ``shapes``: each shape
-    (None: no shape) with the time of its beginning. ``counts``: the number of nodes, at each change. ``progress``: the
-    version after each decided step; ``first_cost``: the cost until the first of them.
+    ``metrics``, ``learning_rates``: those of the last decided step. ``fold``: its ledger begins with the account of
+    earlier sessions; ``takes_over``: whether the workers of the last of these live on. ``shapes``: each shape (None: no
+    shape) with the time of its beginning. ``counts``: the number of workers, at each change. ``progress``: the version
+    after each decided step; ``first_cost``: the cost until the first of them.
     """
 
     job: str
@@ -96,7 +97,7 @@ class LiveRun:
     metrics: dict[str, float] = field(default_factory=dict)
     learning_rates: tuple[float, float] | None = None
     places: dict[str, tuple[int, int]] = field(default_factory=dict)
-    nodes: dict[str, str] = field(default_factory=dict)
+    workers: dict[str, str] = field(default_factory=dict)
     types: dict[str, str] = field(default_factory=dict)
     decided_s: deque[float] = field(default_factory=lambda: deque(maxlen=SPEED_WINDOW + 1))
     recent: deque[Told] = field(default_factory=lambda: deque(maxlen=RECENT))
@@ -179,15 +180,15 @@ class LiveRun:
 
     @property
     def headline(self) -> str:
-        """The run in one line: phase, shape, step, speed, loss, newest checkpoint, dollars, forecast."""
+        """The run in one line."""
         parts = [self.doing, *([self.shape] if self.shape else [])]
-        parts.append(f"step {self.version}" + (f"/{self.num_steps}" if self.num_steps else ""))
+        parts.append(f"{self.version}/{self.num_steps} steps" if self.num_steps else counted(self.version, "step"))
         if self.examples_per_s:
             parts.append(f"{self.examples_per_s:.1f} examples/s")
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
         if self.saved_version is not None:
-            parts.append(f"saved at {self.saved_version}")
+            parts.append(f"saved after {self.saved_version}")
         dollars, on_demand = self.dollars, self.dollars_on_demand
         if dollars is not None:
             parts.append(f"${dollars:.4f}" + (f" (on demand ${on_demand:.4f})" if on_demand is not None else ""))
@@ -201,7 +202,7 @@ class LiveRun:
             stage, replica = self.places[worker]
             role = f"stage {stage}, replica {replica}"
         else:
-            role = "warming up" if self.nodes[worker] == "warming" else "spare"
+            role = "warming up" if self.workers[worker] == "warming" else "spare"
         return f"{role}, {self.types[worker]}" if worker in self.types else role
 
     def _decided(self, step: Step, version: int) -> None:
@@ -221,16 +222,15 @@ class LiveRun:
 
     def _stand(self, state: ControllerState) -> None:
         self.version, self.phase, self.generation = state.version, state.phase, state.generation
-        failed = state.provisioning.failed_setups
-        self.trouble = "" if failed is None else failed.sentence
+        self.trouble = failed.sentence if (failed := state.provisioning.failed_setups) else ""
         self.saved_version = state.saving.checkpoint.version if state.saving.checkpoint else None
-        shape = state.plan.shape if state.plan and state.slots else None
+        plan, slots = state.plan, state.slots
+        shape = plan.shape if plan and slots else None
         if shape != self.shape:
             self.shapes.append((self.time_s, shape))
-        if len(state.workers) != len(self.nodes):
+        if len(state.workers) != len(self.workers):
             self.counts.add(self.time_s, len(state.workers))
         self.shape = shape
         self.types = {name: of for name, worker in state.workers.items() if (of := worker.facts.node_type)}
-        plan = state.plan
-        self.places = {} if plan is None else {s.worker: (plan.position(s.stage), s.replica) for s in state.slots}
-        self.nodes = {name: worker.node.value for name, worker in state.workers.items()}
+        self.places = {} if plan is None else {s.worker: (plan.position(s.stage), s.replica) for s in slots}
+        self.workers = {name: worker.node.value for name, worker in state.workers.items()}

@@ -83,15 +83,15 @@ def summarise(report: RunReport, *, verbose: bool = False) -> str:
         lines.append(f"  {morph.detected_at_s - report.start_s:7.1f} s  {morph_line(morph)}")
         if verbose:
             came_from = ", ".join(f"{total.count} {CAME_FROM[kind]}" for kind, total in morph.sources.items())
-            lines.append(f"             parameter units: {came_from or 'none moved'}; cause: {morph.cause}")
+            lines.append(f"             sections and tied weights: {came_from or 'none moved'}; cause: {morph.cause}")
     return "\n".join(lines)
 
 
 def _saved(report: RunReport) -> str:
     """Return the newest checkpoint, the best one, and when the next one is due, as far as these are known."""
-    saved = "none" if report.checkpoint_version is None else f"at step {report.checkpoint_version}"
+    saved = "none" if report.checkpoint_version is None else f"after {counted(report.checkpoint_version, 'step')}"
     if report.best_version is not None:
-        saved += f", the best at step {report.best_version}"
+        saved += f", the best after {report.best_version}"
     if report.next_save is not None:
         saved += f", the next in {max(0.0, report.next_save.due_s - report.end_s):.0f} s ({report.next_save.why})"
     return saved

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from morph.cli.reading.options import JobArgument, JsonOption, MicroBatchOption, PngOption, SectionsOption
 from morph.cli.reading.progress import doing
 from morph.contract.files import check_output
-from morph.words import kind_name, short_source
+from morph.words import counted, kind_name, short_source
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -56,7 +56,7 @@ def cut_command(
     for line in (*_notes(report), compared):
         console.print(line, soft_wrap=True, highlight=False)
     if png is not None:
-        console.print(f"Drew {png}.")
+        print(f"drawn: {png}")
 
 
 def _find(job_path: str, num_sections: int | None, m: int | None) -> tuple[CutReport, str]:
@@ -89,7 +89,7 @@ def _section_table(report: CutReport) -> Table:
     """Return one row for each sequence of neighbouring sections of one kind."""
     from rich.table import Table
 
-    title = f"{len(report.sections)} sections, {report.num_parameters:,} parameters"
+    title = f"{counted(len(report.sections), 'section')}, {report.num_parameters:,} parameters"
     table = Table(title=title, title_justify="left")
     for name in ("section", "kind"):
         table.add_column(name, no_wrap=True)

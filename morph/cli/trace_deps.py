@@ -11,6 +11,7 @@ import typer
 
 from morph.cli.reading.options import JobArgument, JsonOption, MicroBatchOption, SectionsOption
 from morph.cli.reading.progress import doing
+from morph.words import counted
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -72,10 +73,8 @@ def _show(report: DependencyReport, compared: str) -> None:
     from morph.tables import wide_console
 
     console = wide_console()
-    console.print(
-        f"{report.job}: one step in {report.num_sections} sections, m={report.micro_batch_size}; "
-        f"parameter units {', '.join(report.units)}"
-    )
+    sections, size = counted(report.num_sections, "section"), report.micro_batch_size
+    console.print(f"{report.job}: one step in {sections}, micro-batches of {size}; units {', '.join(report.units)}")
     for note in report.notes:
         console.print(f"note: {note}")
     if report.findings:
@@ -90,7 +89,7 @@ def _show(report: DependencyReport, compared: str) -> None:
             console.print(f"  do    {finding.advice}", soft_wrap=True)
     console.print(compared, soft_wrap=True)
     count = len(report.violations)
-    console.print(f"{count} violation{'' if count == 1 else 's'}" if count else "no violation: the job may start")
+    console.print(counted(count, "violation") if count else "no violation: the job may start")
 
 
 def dependency_table(report: DependencyReport) -> Table:

@@ -198,7 +198,7 @@ def plan_command(
     if choice.runners_up:
         console.print(tables.ranking(choice, request.memory_bytes))
     if output is not None:
-        console.print(f"Wrote {output}.")
+        print(f"written: {output}")
 
 
 def _warnings(profile: Profile, request: PlanRequest, pool: Pool) -> list[str]:

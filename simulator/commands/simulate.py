@@ -149,4 +149,4 @@ def simulate_command(
     if chosen.redundant_computation != "off":
         console.print(tables.redundant_line(simulation))
     if png is not None:
-        console.print(f"Drew {png}.")
+        print(f"drawn: {png}")

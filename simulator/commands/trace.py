@@ -11,6 +11,7 @@ import typer
 
 from morph.cli.reading.options import JsonOption, SettingsOption
 from morph.contract.files import check_output, write_output
+from morph.words import counted
 from morph.yaml_files import read_settings
 from simulator.commands.settings import DrawnTrace, with_settings
 from simulator.commands.trace_options import LikeOption, ModelOption, VmsOption, model_of, read_traces
@@ -74,8 +75,7 @@ def stats_command(traces: FilesArgument, window_s: WindowOption = 60.0, as_json:
         }
         print(json.dumps(shown, indent=2))
         return
-    names = ", ".join(path.name for path in traces)
-    wide_console(118).print(trace_table(names, statistics.values()))
+    wide_console(118).print(trace_table(", ".join(path.name for path in traces), statistics.values()))
 
 
 @trace_app.command("convert")
@@ -181,4 +181,4 @@ def plot_command(
 
 def _told(trace: Trace) -> str:
     lost = sum(event.event == "remove" for event in trace.events)
-    return f"{trace.duration_s / 3600:.1f} hours, {trace.max_nodes} VMs at most, {lost} lost"
+    return f"{trace.duration_s / 3600:.1f} hours, {counted(trace.max_nodes, 'VM')} at most, {lost} lost"

@@ -36,6 +36,7 @@ _CAUSES = {
     "jitter": "task and message times that vary",
 }
 """Causes of lost time. Advice is not part of them: it is simulated (:func:`simulator.search.planner.advice`)."""
+TASKS = {"all_reduce": "all-reduce", "commit": "wait for all workers", "optimizer": "optimizer step"}
 _TIED = "summing the gradients of weights that several stages share"
 
 
@@ -271,8 +272,7 @@ def _parts_s(outcome: ShapeOutcome, conditions: Conditions) -> dict[str, float]:
     pipes = pipes_of(costs, counts, conditions, _mean_jitter(costs, conditions))
 
     def task_ns(kind: str) -> float:
-        total = sum(int(total_ns(getattr(pipe, kind), count).sum()) * number for pipe, count, number in pipes)
-        return total / workers
+        return sum(int(total_ns(getattr(pipe, kind), count).sum()) * number for pipe, count, number in pipes) / workers
 
     parts_ns = {kind: task_ns(f"{kind}_ns") for kind in ("forward", "recompute", "backward")}
     parts_ns |= {

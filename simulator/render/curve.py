@@ -50,9 +50,9 @@ def show_curve(
     absent = sorted(set(numbers) - set(frame["num_gpus"].tolist()))
     if absent:
         console.print(f"{absent[0]} to {absent[-1]} GPUs are too few: the job does not fit in their memory.")
-    for path, done in ((csv, "Wrote"), (png, "Drew")):
+    for path, done in ((csv, "written"), (png, "drawn")):
         if path is not None:
-            console.print(f"{done} {path}.")
+            print(f"{done}: {path}")
 
 
 def _table(name: str, frame: pd.DataFrame) -> Table:

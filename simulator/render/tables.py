@@ -15,6 +15,7 @@ from morph.contract.profile import Profile
 from morph.tables import table
 from morph.words import count_text, counted, size_text, time_text
 from simulator import PlanChoice, Simulation
+from simulator.costs.answer import TASKS
 from simulator.costs.memory import MOMENTS
 from simulator.costs.redundant import redundant_host_bytes
 from simulator.inputs.jitter import Spread
@@ -47,16 +48,14 @@ _STEPS = {
 
 def shape_lines(profile: Profile, simulation: Simulation) -> list[str]:
     """Return a summary of one shape in a few lines."""
-    plan, expected = simulation.plan, simulation.expected
+    plan, expected, whole_s = simulation.plan, simulation.expected, simulation.expected.mini_batch_s
     shares = _shares_text(plan.micro_batches_per_replica)
+    micro_batches = counted(plan.num_micro_batches, "micro-batch", "micro-batches")
     parts = sorted(expected.parts_s.items(), key=lambda item: -item[1])
-    spent = ", ".join(
-        f"{part.replace('_', '-')} {seconds / expected.mini_batch_s:.0%}" for part, seconds in parts if seconds
-    )
+    spent = ", ".join(f"{TASKS.get(part, part)} {took_s / whole_s:.0%}" for part, took_s in parts if took_s)
     return [
-        f"{profile.job.name}: {_spaced(plan)} (P x D), {plan.num_workers} workers, {plan.schedule} schedule",
-        f"batch {profile.job.batch_size} = {plan.num_micro_batches} micro-batches of {plan.micro_batch_size}, "
-        f"{shares} per replica",
+        f"{profile.job.name}: {_spaced(plan)} (P x D), {counted(plan.num_workers, 'worker')}, {plan.schedule} schedule",
+        f"batch {profile.job.batch_size} = {micro_batches} of {plan.micro_batch_size}, {shares} per replica",
         f"expected: {expected.examples_per_s:.4g} examples/s, {time_text(expected.mini_batch_s)} per "
         f"mini-batch (lower bound for these stages: {time_text(expected.lower_bound_s)})",
         *([_jitter_line(simulation.jitter)] if simulation.jitter else []),
@@ -121,8 +120,8 @@ def _node_line(plan: Plan) -> str:
     fewest, most = min(crossings), max(crossings)
     times = f"{fewest}" if fewest == most else f"{fewest} to {most}"
     return (
-        f"on {used} of {len(plan.node_sizes)} nodes; a replica's messages cross between nodes at {times} of its "
-        f"{plan.pipeline_depth - 1} cuts"
+        f"on {used} of {counted(len(plan.node_sizes), 'node')}; a replica's messages cross between nodes at {times} of "
+        f"its {counted(plan.pipeline_depth - 1, 'cut')}"
     )
 
 
@@ -130,8 +129,8 @@ def leftover_line(choice: PlanChoice) -> str:
     """Return the line about idle GPUs."""
     plan = choice.best
     if not choice.num_idle:
-        return f"all {choice.num_gpus} GPUs at work"
-    idle = f"{choice.num_idle} {'GPU' if choice.num_idle == 1 else 'GPUs'} idle"
+        return f"all {choice.num_gpus} GPUs at work" if choice.num_gpus > 1 else "the GPU is at work"
+    idle = f"{counted(choice.num_idle, 'GPU')} idle"
     if not plan.placement:
         fuller = [
             (place, each) for place, each in enumerate(choice.runners_up, 1) if each.num_workers > plan.num_workers
@@ -146,7 +145,7 @@ def leftover_line(choice: PlanChoice) -> str:
     busy = Counter(node for row in plan.placement for node in row)
     free = {node: size - busy[node] for node, size in enumerate(plan.node_sizes) if size > busy[node]}
     whole = Counter(plan.node_sizes[node] for node in free if not busy[node])
-    parts = [f"{number} whole {'node' if number == 1 else 'nodes'} of {size}" for size, number in sorted(whole.items())]
+    parts = [f"{counted(number, 'whole node')} of {size}" for size, number in sorted(whole.items())]
     if sum(plan.node_sizes) < choice.num_gpus:
         parts.insert(0, f"{choice.num_gpus - sum(plan.node_sizes)} on nodes that are not bought")
     parts += [f"{left} on node {node}" for node, left in free.items() if busy[node]]
@@ -310,9 +309,9 @@ def ranking(choice: PlanChoice, memory_bytes: int | None = None) -> Table:
         )
         for plan, worth, (room, _) in zip((choice.best, *choice.runners_up), choice.values, rooms, strict=True)
     ]
-    left = ["left"] if limited else []
-    names = ("P x D", "workers", "examples/s", "of best", "mini-batch", "lower bound", "memory", *left, *column)
-    return table(f"Best of {choice.num_shapes} shapes for {choice.num_gpus} GPUs", names, rows)
+    names = ["P x D", "workers", "examples/s", "of best", "mini-batch", "lower bound", "memory"]
+    names += ["left"] * limited + column
+    return table(f"Best of {counted(choice.num_shapes, 'shape')} for {counted(choice.num_gpus, 'GPU')}", names, rows)
 
 
 def ladder_table(simulation: Simulation) -> Table:

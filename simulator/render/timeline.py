@@ -11,7 +11,7 @@ import pandas as pd
 from morph.contract.errors import InputError, PlanError
 from morph.pictures import GREY, ORANGE, SOFT, picture, plain_axes
 from morph.words import time_text
-from simulator.costs.answer import Simulation
+from simulator.costs.answer import TASKS, Simulation
 
 COLOURS = {
     "forward": SOFT[0],
@@ -90,6 +90,6 @@ def draw_boxes(
         present = [task for task in COLOURS if task in set(frame["task"])]
         from matplotlib.patches import Patch  # slow to import, and not needed by a run that only shows its page
 
-        handles = [Patch(color=COLOURS[task], label=task.replace("_", "-")) for task in present]
+        handles = [Patch(color=COLOURS[task], label=TASKS.get(task, task.replace("_", " "))) for task in present]
         below = -0.02 - 0.9 / (1 + len(places))
         axes.legend(handles=handles, loc="upper right", bbox_to_anchor=(1.0, below), ncols=6, frameon=False)

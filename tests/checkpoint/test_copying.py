@@ -181,7 +181,7 @@ def test_half_written_files_of_killed_saves_are_not_counted_and_go_with_the_next
     assert left() == [1, 2, 3]
     told = CliRunner().invoke(app, ["checkpoints", "gc", url])
     assert left() == [3], "a save may be under way there"
-    assert "2 half-written files of killed saves (8 bytes) are removed" in told.output
+    assert "removed 2 half-written files of killed saves, 8 bytes" in told.output
     assert {
         version: look.state for version, look in seen(url, every_byte=True).items() if version < 8
     } == dict.fromkeys((2, 4, 6), State.WHOLE)

@@ -50,9 +50,8 @@ def test_the_page_draws_the_run(tmp_path: Path) -> None:
     assert '<main id="run">' in document, "hidden until there is something to show"
     assert "<span>generation</span>" not in document
     assert len(re.findall(r'<td class="ready">n\d+</td>', document)) == 4
-    assert "stage 1" in document
-    assert "replica 1" in document
-    assert document.count("<polyline") == 5  # nodes, examples per second, loss, learning rate, the job's metric
+    assert all(words in document for words in ("stage 1", "replica 1", "<h2>Workers</h2>"))
+    assert document.count("<polyline") == 5  # workers, examples per second, loss, learning rate, the job's metric
     assert document.count('class="axis"><span>0 s</span>') == 5, "a time axis below each of them"
     assert re.findall(r"<div><h2>([^<]*)</h2><div class=\"plot\" id=\"training", document) == ["learning rate", "right"]
     assert "<b>0.0001667 to 0.001</b><span>learning rate</span>" in document

@@ -152,12 +152,12 @@ def test_the_empty_page_holds_nothing_of_the_run_and_asks_nobody_else(page: tupl
     assert ask(page[0], "/page.json")[0] == 404
 
 
-def test_the_metrics_are_prometheus_text_with_every_part_of_the_node_seconds(page: tuple[PageAddress, Path]) -> None:
+def test_the_metrics_are_prometheus_text_with_every_part_of_the_worker_seconds(page: tuple[PageAddress, Path]) -> None:
     status, _, body = ask(page[0], "/metrics")
     assert status == 200
     found = {family.name: family for family in text_string_to_metric_families(body.decode())}
     assert found["morph_version"].samples[0].value == 12
-    parts = {sample.labels["part"]: sample.value for sample in found["morph_node_seconds"].samples}
+    parts = {sample.labels["part"]: sample.value for sample in found["morph_worker_seconds"].samples}
     assert set(parts) == {part.value for part in TimeUse}
     assert parts["compute"] > 0
     dollars = {sample.labels["part"]: sample.value for sample in found["morph_part_dollars"].samples}

@@ -16,10 +16,11 @@ from simulated_job import UNEQUAL, make_config
 from typer.testing import CliRunner
 
 from manager.commands.run_view import run_view
+from manager.controller.state.config import ControllerConfig
 from manager.controller.state.events import Event, NodeAppeared, NodesGranted, NodesStarted, Tick, WorkerAnswered
 from manager.controller.state.state import ControllerState, Decision, Phase
 from manager.dashboard.snapshot import snapshot
-from manager.engine.loop.driver import Observed
+from manager.engine.loop.driver import Observed, Observer
 from manager.journal.journal import Journal
 from manager.report.events import Told, morph_line
 from manager.report.fold import Fold
@@ -60,9 +61,10 @@ def test_the_grid_has_a_node_in_every_place_while_a_shape_trains() -> None:
     run = played(stop_at=6)
     grid = snapshot(run)["grid"]
     assert [len(row) for row in grid] == [2, 2]
-    assert all(cell["node"] and cell["state"] == "ready" for row in grid for cell in row)
-    assert [node["state"] for node in snapshot(run)["others"]] == ["ready"], "five live, four have a place"
-    assert run.headline.startswith("training  2x2  step 6/12")
+    assert all(cell["worker"] and cell["state"] == "ready" for row in grid for cell in row)
+    assert [worker["state"] for worker in snapshot(run)["others"]] == ["ready"], "five live, four have a place"
+    assert run.headline.startswith("training  2x2  6/12 steps")
+    assert re.fullmatch(r"\w+  0/12 steps", LiveRun("job", 12, 8).headline), "no step is named before its loss is known"
     assert "on demand" in run.headline
 
 
@@ -94,16 +96,18 @@ def test_a_series_keeps_its_newest_point_and_stays_small() -> None:
     assert gaps[0] <= 2 * 100_000 / (MOST_POINTS / 2)
 
 
+def run_observed(observer: Observer, config: ControllerConfig, faults: Faults) -> None:
+    """Run a simulated job to its end, and let the observer see each decision."""
+
+    def observe(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
+        observer(Observed(cluster.now_s, event, decision, lambda _reason: None))
+
+    assert SimulatedCluster(0, config, faults, observers=(observe,)).run(config.expected_nodes).outcome == "finished"
+
+
 def test_every_decided_step_and_every_change_is_one_json_line(capsys: pytest.CaptureFixture[str]) -> None:
     with run_view(LiveRun("job", 12, 8), plain=False, as_json=True) as observer:
-
-        def observe(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
-            observer(Observed(cluster.now_s, event, decision, lambda _reason: None))
-
-        cluster = SimulatedCluster(
-            0, make_config(expected_nodes=6), Faults(deaths_after_s=((6.0, 1),)), observers=(observe,)
-        )
-        assert cluster.run(6).outcome == "finished"
+        run_observed(observer, make_config(expected_nodes=6), Faults(deaths_after_s=((6.0, 1),)))
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {line["version"] for line in lines} == set(range(13))
     assert [line["loss"] for line in lines if line["version"] == 12][-1] == pytest.approx(1 / 12)
@@ -118,13 +122,8 @@ def played_lines(
     capsys: pytest.CaptureFixture[str], *, verbose: bool, num_steps: int = 12, write_failure: float = 0.0
 ) -> list[str]:
     with run_view(LiveRun("job", num_steps, 8), plain=True, verbose=verbose) as observer:
-
-        def observe(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
-            observer(Observed(cluster.now_s, event, decision, lambda _reason: None))
-
-        config, faults = make_config(expected_nodes=6, num_steps=num_steps), Faults(write_failure=write_failure)
-        cluster = SimulatedCluster(0, config, faults, observers=(observe,))
-        assert cluster.run(6).outcome == "finished"
+        config = make_config(expected_nodes=6, num_steps=num_steps)
+        run_observed(observer, config, Faults(write_failure=write_failure))
     return [line.split(" s  ", 1)[1] for line in capsys.readouterr().out.splitlines()]
 
 
@@ -134,7 +133,7 @@ def test_plain_lines_are_of_steps_shapes_losses_evaluations_and_saves(
     lines = played_lines(capsys, verbose=False)
     saves = [line for line in lines[:-1] if "checkpoint" in line]
     assert saves == []
-    assert any(re.search(r"training +3x2 +step \d+/12 .* loss 0\.\d+ .*saved at \d+", line) for line in lines)
+    assert any(re.search(r"training +3x2 +\d+/12 steps .* loss 0\.\d+ .*saved after \d+", line) for line in lines)
     assert "evaluation at version 4: loss 0.5000, right 0.5" in lines
     assert "evaluation at version 8: loss 0.2500, right 0.5" in lines
     assert [line for line in played_lines(capsys, verbose=True)[:-1] if "the checkpoint of version" in line] != []
@@ -161,12 +160,7 @@ def live_lines(
 ) -> list[str]:
     """Return what ``morph run --plain`` prints, without its times."""
     with run_view(LiveRun("job", 12, 8), plain=True, verbose=verbose) as observer:
-
-        def observe(cluster: SimulatedCluster, _before: ControllerState, event: Event, decision: Decision) -> None:
-            observer(Observed(cluster.now_s, event, decision, lambda _reason: None))
-
-        cluster = SimulatedCluster(0, make_config(expected_nodes=num_nodes), faults, observers=(observe,))
-        assert cluster.run(num_nodes).outcome == "finished"
+        run_observed(observer, make_config(expected_nodes=num_nodes), faults)
     return [line.partition(" s  ")[2] for line in capsys.readouterr().out.splitlines()]
 
 
@@ -202,7 +196,9 @@ def events_of(run_dir: Path, faults: Faults, num_nodes: int, *options: str) -> l
 def test_a_change_of_shape_is_one_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], faults: Faults, num_nodes: int, told: list[str]
 ) -> None:
-    live = [line for line in live_lines(capsys, faults, num_nodes) if not re.match(r"[\w ]+?  (\dx\d  )?step \d", line)]
+    live = [
+        line for line in live_lines(capsys, faults, num_nodes) if not re.match(r"[\w ]+?  (\dx\d  )?\d+/12 steps", line)
+    ]
     for lines in (live, events_of(tmp_path, faults, num_nodes)):
         assert not [line for line in lines if any(word in line for word in PROTOCOL)]
         others = ("checkpoint", "manager", "evaluation at version", "all 12 steps are done and saved")
@@ -285,4 +281,4 @@ def test_the_grid_of_unequal_pipelines_has_rows_of_their_depths() -> None:
         cluster.next()
     assert run.shape == "3x1 + 2x1"
     assert [len(row) for row in snapshot(run)["grid"]] == [3, 2]
-    assert sorted(map(run.role, run.nodes))[-1] == "stage 2, replica 0"
+    assert sorted(map(run.role, run.workers))[-1] == "stage 2, replica 0"

@@ -205,12 +205,13 @@ def test_the_summary_names_shapes_morphs_and_the_loss(tmp_path: Path) -> None:
     _, report = report_on(tmp_path, Faults(deaths_after_s=((6.0, 1),)), 6)
     text = summarise(report)
     assert "job: finished" in text
-    assert "12 of 12 done, 0 run again; checkpoint: at step 12" in text
+    assert "12 of 12 done, 0 run again; checkpoint: after 12 steps" in text
     assert "loss: 1.0000 at step 0, 0.0833 at step 11" in text
     assert "shape 2x2" in text
     assert f"pause median {report.morphs[0].pause_ms:.0f} ms" in text
     assert re.search(r"n\d lost; 3x2 -> 2x2 in [\d.]+ s, no step lost", text)
     verbose = summarise(report, verbose=True)
+    assert re.search(r"sections and tied weights: .*\d+ kept.*; cause: ", verbose)
     assert "was lost: killed" in verbose or "gave up its order" in verbose
 
 

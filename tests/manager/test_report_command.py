@@ -259,7 +259,7 @@ def test_a_report_without_room_is_refused_and_leaves_nothing(
 
 def test_every_decided_step_is_written_as_a_table(run_dir: Path, tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["status", str(run_dir), "--csv", str(tmp_path / "steps.csv")])
-    assert done.exit_code == 0, done.output
+    assert (done.exit_code, done.stderr) == (0, f"written: {tmp_path / 'steps.csv'}\n")
     table, steps = pd.read_csv(tmp_path / "steps.csv"), read_report(run_dir).steps
     assert table["step"].tolist() == [record.step for record in steps]
     assert table["loss"].tolist() == [record.loss for record in steps]

@@ -79,7 +79,7 @@ def test_a_noticed_vms_only_copies_are_saved_before_it_is_taken(
     command = ("run", sleeping.path, "--profile", calibrated, "--cluster", cluster, "--steps", MANY_STEPS)
     vm = "tiny-gpt-1-0"
     with RunningMorph(*command, "--run-dir", run_dir, "--plain", "-P", 2) as run:
-        run.wait_for_line("training  2x1  step ")
+        run.wait_for_line("training  2x1  ")
         assert f"{vm}  taken, with a notice of 8 s" in morph("inject", run_dir, "--vm", vm, "--notice", "8s")
         run.wait_for_line(f"{vm} lost (injected); 2x1 -> 2x1")
         run.press_ctrl_c()

@@ -30,7 +30,7 @@ const short = (value) => `${Number(value.toPrecision(4))}`;
 function showFigures(run) {
   const steps = run.num_steps === null ? `${run.version}` : `${run.version} / ${run.num_steps}`;
   const figures = [
-    figure("now", run.doing), figure("shape P x D", run.shape ?? "-"), figure("step", steps),
+    figure("now", run.doing), figure("shape P x D", run.shape ?? "-"), figure("steps done", steps),
     figure("examples/s", number(run.examples_per_s, 1)), figure("loss", number(run.loss, 4)),
   ];
   if (run.learning_rates !== null) {
@@ -38,7 +38,7 @@ function showFigures(run) {
     figures.push(figure("learning rate", rates.join(" to ")));
   }
   for (const [name, value] of Object.entries(run.metrics)) figures.push(figure(name, short(value)));
-  if (run.saved_version !== null) figures.push(figure("saved at step", `${run.saved_version}`));
+  if (run.saved_version !== null) figures.push(figure("newest checkpoint", `after ${run.saved_version}`));
   if (run.next_save !== null) {
     const next = figure("next checkpoint", `in ${duration(Math.max(0, run.next_save.due_s - run.time_s))}`);
     next.title = run.next_save.why;
@@ -59,7 +59,7 @@ function showGrid(run) {
   const rows = run.grid.map((replica, index) => {
     const row = element("tr");
     row.append(element("th", `replica ${index}`));
-    for (const cell of replica) row.append(element("td", cell.node || "none", cell.state));
+    for (const cell of replica) row.append(element("td", cell.worker || "none", cell.state));
     return row;
   });
   const head = element("tr");
@@ -70,7 +70,7 @@ function showGrid(run) {
   top.append(head);
   at("grid").replaceChildren(...(rows.length ? [top, ...rows] : [element("caption", "no shape is formed")]));
   at("others").replaceChildren(
-    ...run.others.map((node) => element("span", `${node.node}: ${node.state === "ready" ? "spare" : node.state}`, `node ${node.state}`)));
+    ...run.others.map(({ worker, state }) => element("span", `${worker}: ${state === "ready" ? "spare" : state}`, `worker ${state}`)));
 }
 
 function duration(seconds) {
@@ -155,9 +155,9 @@ function steps(points, now) {
 }
 
 function showParts(run) {
-  const whole = Object.values(run.node_seconds).reduce((sum, part) => sum + part, 0);
+  const whole = Object.values(run.worker_seconds).reduce((sum, part) => sum + part, 0);
   const bars = [], legend = [];
-  for (const [part, seconds] of Object.entries(run.node_seconds)) {
+  for (const [part, seconds] of Object.entries(run.worker_seconds)) {
     const share = whole ? seconds / whole * 100 : 0;
     const bar = element("div");
     bar.style.width = `${share}%`;
@@ -179,7 +179,7 @@ function showEvents(run) {
 }
 
 function show(run) {
-  document.title = `${run.job}: ${run.shape ?? run.phase}, step ${run.version}`;
+  document.title = `${run.job}: ${run.shape ?? run.phase}, steps done: ${run.version}`;
   at("job").textContent = run.job;
   const left = run.remaining === null ? "" : `, ${run.remaining.text}`;
   at("headline").textContent = `${run.phase === "ended" ? "ended after" : "running for"} ${duration(run.time_s - run.start_s)}${left}`;
