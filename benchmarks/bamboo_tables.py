@@ -21,8 +21,7 @@ from benchmarks.harness import head, row
 from manager.accounting.account import TimeUse
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import PUBLISHED, SpotJob, job_from_profile
-from manager.simulation.spot.outcome import PolicyOutcome
-from manager.simulation.spot.run_end import SpotPrices, Until
+from manager.simulation.spot.run_end import PolicyOutcome, SpotPrices, Until
 from morph.contract.plan import Plan, by_pool
 from morph.contract.pool import Pool
 from simulator import PlanRequest, simulate, spot_model, synthetic_profile

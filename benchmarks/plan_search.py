@@ -29,7 +29,7 @@ from simulator.costs.answer import deal
 from simulator.costs.finish import finish
 from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.stage_costs import SectionCosts, stage_costs
-from simulator.engine.mini_batch import run_pipeline
+from simulator.engine.pipeline import run_pipeline
 from simulator.search.setting import Setting
 from simulator.search.sweep import Sweep
 

@@ -21,7 +21,7 @@ from simulator import plan, plan_table, simulate, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine import reference
 from simulator.engine.execution import execute_orders, lane_times
-from simulator.engine.mini_batch import StageTimes, run_pipeline
+from simulator.engine.pipeline import StageTimes, run_pipeline
 from simulator.engine.schedules import stage_windows
 from simulator.search.partition import partition_table
 

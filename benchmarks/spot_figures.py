@@ -25,8 +25,7 @@ from manager.accounting.account import TimeUse
 from manager.simulation.policies.morph import play_morph
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import Durations, SpotJob, job_from_profile
-from manager.simulation.spot.outcome import PolicyOutcome
-from manager.simulation.spot.run_end import Until
+from manager.simulation.spot.run_end import PolicyOutcome, Until
 from morph.contract.errors import ConfigError
 from morph.contract.profile import load_profile
 from morph.contract.trace import Trace, TraceEvent

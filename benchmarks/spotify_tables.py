@@ -16,8 +16,7 @@ from benchmarks.harness import head, row
 from manager.accounting.account import TimeUse
 from manager.simulation.replay import play_of
 from manager.simulation.spot.job import OneVmJob, SpotJob
-from manager.simulation.spot.outcome import PolicyOutcome
-from manager.simulation.spot.run_end import SpotPrices, Until
+from manager.simulation.spot.run_end import PolicyOutcome, SpotPrices, Until
 from simulator import spot_model
 
 MTTP_S, NOTICE_S = 10_800.0, 30.0

@@ -163,38 +163,17 @@ class Log:
         )
 
 
-def lose_processes(setting: Setting, num_workers: int, num_kills: int, deadline_s: float, outcome: Outcome) -> None:
-    """One agent; a random worker process is killed each time, and torchrun starts the whole group again."""
-    agent = start_agent(setting, "agent")
+def lose(setting: Setting, num_workers: int, num_kills: int, deadline_s: float, outcome: Outcome, *, vms: bool) -> None:
+    """Kill a random worker each time, after which torchrun starts the group again.
 
-    def check() -> None:
-        if agent.poll() is not None:
-            raise RuntimeError(f"torchrun ended with {agent.returncode}; see {setting.run_dir}/agent.log")
-
-    log, choose, mark = Log(setting.run_dir / "log.jsonl", deadline_s, check), random.Random(0), 0
-    try:
-        for _ in range(num_kills):
-            steps = MIN_STEPS + choose.randrange(setting.checkpoint_every)
-            settled = partial(log.settled, num_workers, mark, steps)
-            old_pid = log.wait("the group to settle", settled)
-            group = [e["pid"] for e in log.entries if e["event"] == "start"][-num_workers:]
-            mark, killed_s = len(log.entries), time.monotonic()
-            os.kill(choose.choice(group), signal.SIGKILL)
-            outcome.recoveries.append(log.recovery(mark, old_pid, killed_s))
-        outcome.finished = True
-    except OutOfTimeError:
-        pass
-    finally:
-        kill_vm(agent)
-
-
-def lose_vms(setting: Setting, num_workers: int, num_kills: int, deadline_s: float, outcome: Outcome) -> None:
-    """One agent per VM; a random one is killed with its worker, the rest go on, then a new agent joins."""
-    # The rendezvous store lives here, so that losing any VM leaves it standing.
-    store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
-    arguments = (*setting.elastic_arguments, f"--rdzv-endpoint=127.0.0.1:{store.port}")
-    setting = Setting(**{**vars(setting), "elastic_arguments": arguments})
-    agents = [start_agent(setting, f"vm{index}") for index in range(num_workers)]
+    Without ``vms`` there is one agent. With them each worker has one, which is killed with it; the rest go on, and then
+    a new agent joins.
+    """
+    if vms:  # the rendezvous store lives here, so that losing any VM leaves it standing
+        store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
+        arguments = (*setting.elastic_arguments, f"--rdzv-endpoint=127.0.0.1:{store.port}")
+        setting = Setting(**{**vars(setting), "elastic_arguments": arguments})
+    agents = [start_agent(setting, f"vm{index}") for index in range(num_workers if vms else 1)]
 
     def check() -> None:
         for agent in agents:
@@ -205,15 +184,19 @@ def lose_vms(setting: Setting, num_workers: int, num_kills: int, deadline_s: flo
     try:
         for kill in range(num_kills):
             steps = MIN_STEPS + choose.randrange(setting.checkpoint_every)
-            settled = partial(log.settled, num_workers, mark, steps)
-            old_pid = log.wait("the group to settle", settled)
+            old_pid = log.wait("the group to settle", partial(log.settled, num_workers, mark, steps))
+            group = [e["pid"] for e in log.entries if e["event"] == "start"][-num_workers:]
             mark, killed_s = len(log.entries), time.monotonic()
-            kill_vm(agents.pop(choose.randrange(num_workers)))
+            if vms:
+                kill_vm(agents.pop(choose.randrange(num_workers)))
+            else:
+                os.kill(choose.choice(group), signal.SIGKILL)
             outcome.recoveries.append(log.recovery(mark, old_pid, killed_s))
-            mark, started_s = len(log.entries), time.monotonic()
-            agents.append(start_agent(setting, f"vm{num_workers + kill}"))
-            full = log.wait("the new VM to take part", partial(_full_step, log, mark, num_workers))
-            outcome.rejoin_s.append(full["time_s"] - started_s)
+            if vms:
+                mark, started_s = len(log.entries), time.monotonic()
+                agents.append(start_agent(setting, f"vm{num_workers + kill}"))
+                full = log.wait("the new VM to take part", partial(_full_step, log, mark, num_workers))
+                outcome.rejoin_s.append(full["time_s"] - started_s)
         outcome.finished = True
     except OutOfTimeError:
         pass
@@ -253,8 +236,7 @@ def main(
             elastic_arguments=elastic_arguments(scenario, workers, defaults),
         )
         try:
-            play = lose_processes if scenario == "process" else lose_vms
-            play(setting, workers, kills, begin_s + limit_s, outcome)
+            lose(setting, workers, kills, begin_s + limit_s, outcome, vms=scenario == "vm")
         except RuntimeError:
             for path in sorted(Path(folder).glob("*.log")):
                 print(f"--- {path.name}", *path.read_text(errors="replace").splitlines()[-15:], sep="\n")

@@ -152,8 +152,7 @@ def _check_order(loader: DataLoader[Any], args: Any) -> None:
         return
     orders = []
     for seed in (0, 1):
-        with own_generators() as seed_all:
-            seed_all(seed)
+        with own_generators(seed):
             orders.append(list(sampler))
     if orders[0] != orders[1]:
         allowed = f"one with a seed of its own and set_epoch; {GROUPED}"
@@ -285,10 +284,10 @@ def _evaluation_of(trainer: Trainer) -> dict[str, Any]:
         fields["eval_every_steps"] = int(steps) if steps >= 1 else math.ceil(steps * num_steps(trainer))
     if trainer.compute_metrics is not None:
         fields["eval_metrics"] = _metrics_of(trainer)
-    found = (
+    callbacks = (
         callback for callback in trainer.callback_handler.callbacks if hasattr(callback, "early_stopping_patience")
     )
-    stopping: Any = next(found, None)
+    stopping: Any = next(callbacks, None)
     if args.load_best_model_at_end or stopping is not None:
         fields["best"] = Best(
             metric=(args.metric_for_best_model or "loss").removeprefix("eval_"),
@@ -303,11 +302,11 @@ def _metrics_of(trainer: Any) -> Any:
     def metrics(values: dict[str, Any]) -> dict[str, float]:
         from transformers import EvalPrediction
 
-        found = {}
+        joined = {}
         for name in (PREDICTIONS, LABELS):
             parts = sorted((key for key in values if key.partition(".")[0] == name), key=lambda key: (len(key), key))
-            found[name] = values[name] if parts == [name] else tuple(values[key] for key in parts)
-        result = trainer.compute_metrics(EvalPrediction(found[PREDICTIONS], found[LABELS]))
+            joined[name] = values[name] if parts == [name] else tuple(values[key] for key in parts)
+        result = trainer.compute_metrics(EvalPrediction(joined[PREDICTIONS], joined[LABELS]))
         return {name.removeprefix("eval_"): value for name, value in result.items()}
 
     return metrics
@@ -322,14 +321,14 @@ def _of_each_sample(trainer: Any, model: Any, outputs: Any, batch: Mapping[str, 
     logits, labels = (parts[0] if len(parts) == 1 else parts for parts in (logits, labels))
     if trainer.preprocess_logits_for_metrics is not None:
         logits = trainer.preprocess_logits_for_metrics(logits, labels)
-    found = {}
+    samples = {}
     for name, value in ((PREDICTIONS, logits), (LABELS, labels)):
         for number, part in enumerate(value if isinstance(value, tuple | list) else (value,)):
             if not hasattr(part, "shape"):
                 allowed = "a preprocess_logits_for_metrics that returns a tensor, or a tuple of tensors"
                 raise refusal("compute_metrics", f"output of type {type(part).__name__}", allowed)
-            found[f"{name}.{number}" if isinstance(value, tuple | list) else name] = PerSample(part)
-    return found
+            samples[f"{name}.{number}" if isinstance(value, tuple | list) else name] = PerSample(part)
+    return samples
 
 
 def _loss_of(trainer: Any, loader: DataLoader[Any]) -> tuple[Any, Literal["short"] | ShortStep]:

@@ -122,10 +122,10 @@ def num_steps(trainer: Any, loader: Any) -> int:
 
     Raises JobError if it would train for ever.
     """
-    found = _Length.of(trainer, loader).num_steps
-    if math.isinf(found):
+    count = _Length.of(trainer, loader).num_steps
+    if math.isinf(count):
         raise refusal("max_epochs", -1, "a number of epochs, or max_steps")
-    return int(found)
+    return int(count)
 
 
 class _Order:
@@ -154,7 +154,7 @@ class _Order:
                 numbers, batch_sampler=loader.batch_sampler, collate_fn=list, generator=loader.generator
             )
             found = [number for batch in islice(batches, self._num_batches) for number in batch]
-            self._states[listed + 1 :] = [[one.get_state() for one in self._generators]]
+            self._states[listed + 1 :] = [[each.get_state() for each in self._generators]]
         return found
 
 

@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Loss:
-    """A result of ``Job.loss`` instead of a mean over samples; metrics may be of this type too.
+    """What ``Job.loss`` may return instead of a mean over samples; metrics may be of this type too.
 
     The loss of a step is the sum of all totals divided by the sum of all weights, over the whole mini-batch, however it
-    is cut into micro-batches and whatever the shape. So a mean over tokens, or one that weights classes, equals that of
-    a plain loop over the whole mini-batch. A step whose weights are all 0 changes nothing.
+    is cut into micro-batches and whatever the shape. So a mean over tokens, or one with class weights, equals the mean
+    in a plain loop over the whole mini-batch. A step whose weights are all 0 changes nothing.
 
     Attributes:
         total: The sum over everything that counts in this micro-batch, a scalar; 0 if nothing counts.
-        weight: The weight of everything that counts, such as the number of tokens: a number or a scalar, at least 0. It
-            has no gradient.
+        weight: The weight of everything that counts, such as the number of tokens: a number or a scalar tensor, at
+            least 0. It has no gradient.
     """
 
     total: Tensor
@@ -46,10 +46,10 @@ class Sum:
 
 @dataclass(frozen=True)
 class PerSample:
-    """Values of an evaluation for each sample, such as predictions and labels, for ``Job.eval_metrics``.
+    """An evaluation's values for each sample, such as predictions and labels, for ``Job.eval_metrics``.
 
     Attributes:
-        values: One row per sample, of shape [samples, ...]. It has no gradient, and training does not keep it.
+        values: One row per sample, of shape [samples, ...]. They have no gradient, and training does not keep them.
     """
 
     values: Tensor
@@ -89,27 +89,27 @@ def cross_entropy(
 def values_of(result: Any) -> tuple[Tensor, dict[str, Tensor]]:
     """Split the result of a loss into the value whose gradient is taken, and further values by name.
 
-    A weight is a further value, named after the value to which it belongs; metrics and weights have no gradient.
+    A weight is a further value, named after the value that it weights; metrics and weights have no gradient.
     """
     loss, metrics = result if isinstance(result, tuple) else (result, {})
-    told: dict[str, Tensor] = {}
+    further: dict[str, Tensor] = {}
     if isinstance(loss, Loss):
-        told[WEIGHT] = _weight(loss)
+        further[WEIGHT] = _weight(loss)
         loss = loss.total
     for name, value in metrics.items():
         if isinstance(value, Loss):
-            told[name + WEIGHT] = _weight(value)
+            further[name + WEIGHT] = _weight(value)
             value = value.total
         elif isinstance(value, Sum):
             name, value = name + SUM, value.total
         elif isinstance(value, PerSample):
             name, value = name + SAMPLES, value.values
-        told[name] = value.detach().clone()
-    return loss, told
+        further[name] = value.detach().clone()
+    return loss, further
 
 
 def names_of(result: Any) -> tuple[str, ...]:
-    """Return the names of a loss's further values, in the order in which sections have them."""
+    """Return the names of a loss's further values, in the order in which sections return them."""
     loss, metrics = result if isinstance(result, tuple) else (result, {})
     weights = [name + WEIGHT for name, value in metrics.items() if isinstance(value, Loss)]
     kinds = {Sum: SUM, PerSample: SAMPLES}

@@ -6,12 +6,8 @@ import contextlib
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil
-
-if TYPE_CHECKING:
-    import torch
 
 CONTAINER_LIMITS = (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"))
 """Memory limits of control groups, versions 2 and 1."""
@@ -37,11 +33,7 @@ def machine_memory_bytes(limits: Sequence[Path] = CONTAINER_LIMITS) -> int:
     return least
 
 
-def available_bytes(device: torch.device | None = None) -> int:
-    """Return the free memory of a device; None: that of this machine, within its container's limit."""
-    if device is not None and device.type == "cuda":
-        import torch
-
-        return int(torch.cuda.mem_get_info(device)[0])
+def available_bytes() -> int:
+    """Return the free memory of this machine, within its container's limit."""
     used = int(psutil.Process().memory_info().rss)
     return min(int(psutil.virtual_memory().available), machine_memory_bytes() - used)

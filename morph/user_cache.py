@@ -3,25 +3,26 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import io
 import os
 import stat
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
 import xxhash
 
+from morph.contract.errors import WaitTimeout
+from morph.file_lock import locked
+
 MOST_BYTES = 256 << 20
 """The largest size of all files in one folder, in bytes."""
 _LOCK = ".lock-"
 _NUM_LOCKS = 16
-_LOCK_S, _LOOK_S = 60.0, 0.02
+_LOCK_S = 60.0
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -52,8 +53,8 @@ def read_kept(folder: Path, name: str) -> bytes | None:
     with contextlib.suppress(OSError):
         descriptor = os.open(folder / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
         with os.fdopen(descriptor, "rb") as file:
-            found = os.fstat(descriptor)
-            if not (stat.S_ISREG(found.st_mode) and _private(found) and _private(folder.lstat())):
+            status = os.fstat(descriptor)
+            if not (stat.S_ISREG(status.st_mode) and _private(status) and _private(folder.lstat())):
                 return None
             digest, content = file.read(hashlib.sha256().digest_size), file.read(MOST_BYTES)
         if hashlib.sha256(content).digest() == digest:
@@ -89,15 +90,14 @@ def open_kept(folder: Path, name: str, write: Callable[[BinaryIO], object], most
     """
     if not _made(folder):
         raise PermissionError(f"{folder} belongs to another user, or others may write to it")
-    if (found := _opened(folder / name)) is not None:
-        return found
+    if (kept := _opened(folder / name)) is not None:
+        return kept
     lock = folder / f"{_LOCK}{int(hashlib.sha256(name.encode()).hexdigest(), 16) % _NUM_LOCKS}"
-    with lock.open("wb") as held:
-        until_s = time.monotonic() + _LOCK_S
-        while not _locks(held) and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
-        if (found := _opened(folder / name)) is not None:
-            return found
+    with contextlib.ExitStack() as held:
+        with contextlib.suppress(WaitTimeout):
+            held.enter_context(locked(lock, _LOCK_S))
+        if (kept := _opened(folder / name)) is not None:
+            return kept
         proof = xxhash.xxh3_128()
         _write_whole(folder / name, lambda file: write(cast("BinaryIO", _Proved(file, proof))))
         file = (folder / name).open("rb")
@@ -144,13 +144,6 @@ def _opened(path: Path) -> IO[bytes] | None:
     return None
 
 
-def _locks(file: IO[bytes]) -> bool:
-    with contextlib.suppress(BlockingIOError):
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        return True
-    return False
-
-
 def _made(folder: Path) -> bool:
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     return _private(folder.lstat())
@@ -167,8 +160,8 @@ def _write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
         raise
 
 
-def _private(found: os.stat_result) -> bool:
-    return found.st_uid == os.geteuid() and not found.st_mode & _OTHERS_WRITE
+def _private(status: os.stat_result) -> bool:
+    return status.st_uid == os.geteuid() and not status.st_mode & _OTHERS_WRITE
 
 
 def _remove_oldest(folder: Path, most_bytes: int) -> None:
@@ -177,11 +170,11 @@ def _remove_oldest(folder: Path, most_bytes: int) -> None:
         for entry in entries:
             with contextlib.suppress(FileNotFoundError):  # another process has removed it
                 facts.append((entry.stat(follow_symlinks=False), entry.path))
-    total_bytes = sum(found.st_size for found, _ in facts)
-    for found, path in sorted(facts, key=lambda fact: fact[0].st_mtime_ns):
+    total_bytes = sum(status.st_size for status, _ in facts)
+    for status, path in sorted(facts, key=lambda fact: fact[0].st_mtime_ns):
         if total_bytes <= most_bytes:
             return
         if Path(path).name.startswith(_LOCK):
             continue
         Path(path).unlink(missing_ok=True)
-        total_bytes -= found.st_size
+        total_bytes -= status.st_size

@@ -35,10 +35,9 @@ def counted(count: int, one: str, more: str = "") -> str:
     return f"{count} {one if count == 1 else more or one + 's'}"
 
 
-def numbers_told(numbers: Sequence[int], most: int = 24) -> str:
-    """Return ``3, 5, 8``; of many numbers, the first ones and how many more there are."""
-    more = f" and {len(numbers) - most} more" if len(numbers) > most else ""
-    return ", ".join(map(str, numbers[:most])) + more
+def listed(entries: Sequence[object], most: int = 24) -> str:
+    """Return ``3, 5, 8``; of many entries, the first ones and how many more there are."""
+    return ", ".join(map(str, entries[:most])) + (f" and {len(entries) - most} more" if len(entries) > most else "")
 
 
 def count_text(number: float) -> str:

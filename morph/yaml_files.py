@@ -59,10 +59,10 @@ def load_config(path: Path) -> ClusterConfig:
 
 def _check_kind(data: Any, wanted: Kind | None, fields: Collection[str], path: Path) -> None:
     """Refuse a file of another kind, or one that is not a mapping."""
-    found = kind_of(data) if isinstance(data, dict) else None
-    is_other = found is not wanted and (wanted is not None or not set(data) & set(fields)) if found else False
+    kind = kind_of(data) if isinstance(data, dict) else None
+    is_other = kind is not wanted and (wanted is not None or not set(data) & set(fields)) if kind else False
     if is_other or not isinstance(data, dict):
-        problem = f"is {found.what}" if found else mistaken(path, "is not a mapping of keys to values")
+        problem = f"is {kind.what}" if kind else mistaken(path, "is not a mapping of keys to values")
         what = wanted.wanted if wanted else "a file"
         raise ConfigError(problem, source=str(path), allowed=f"{what}; its keys are {', '.join(fields)}")
 
@@ -101,13 +101,13 @@ def _validated(data: Any, value_type: type[ValueT], source: str, settings: Seque
         schema = value_type.model_json_schema()
         _, node = _walk(parts[:-1] if unknown else parts, schema)
         allowed = None if node is None else _in_words(_resolved(node, schema))
-        field, told = ".".join(_walk(parts, schema)[0]) or None, problem_text(entry["msg"])
+        field, problem = ".".join(_walk(parts, schema)[0]) or None, problem_text(entry["msg"])
         if entry["type"] == "union_tag_invalid":  # pydantic names the section, but describes the kinds in its own words
             field, value = f"{field}.kind", entry["ctx"]["tag"]
             tags = [tag.strip().strip("'") for tag in entry["ctx"]["expected_tags"].split(",")]
             allowed = " or ".join([*(tag for tag in tags if " " not in tag), *market_entry_points()])
         raise ConfigError(
-            "unknown key" if unknown else "no such kind" if "tag" in entry.get("ctx", {}) else told,
+            "unknown key" if unknown else "no such kind" if "tag" in entry.get("ctx", {}) else problem,
             source=None if field in given else source,
             field=f"{SET} {field}" if field in given else field,
             value=value if isinstance(value, str | int | float) else None,
@@ -221,9 +221,9 @@ def _walk(parts: list[str], schema: dict[str, Any]) -> tuple[list[str], dict[str
 def _variant(node: dict[str, Any], kind: str, schema: dict[str, Any]) -> dict[str, Any] | None:
     """Return the section of this kind, if there are several."""
     for option in node.get("oneOf", ()):
-        found = _resolved(option, schema)
-        if found.get("properties", {}).get("kind", {}).get("const") == kind:
-            return found
+        variant = _resolved(option, schema)
+        if variant.get("properties", {}).get("kind", {}).get("const") == kind:
+            return variant
     return None
 
 
@@ -233,8 +233,8 @@ def _resolved(node: dict[str, Any], schema: dict[str, Any]) -> dict[str, Any]:
             node = option
             break
     reference = node.get("$ref")
-    found: dict[str, Any] = schema["$defs"][reference.rsplit("/", 1)[1]] if reference else node
-    return found
+    target: dict[str, Any] = schema["$defs"][reference.rsplit("/", 1)[1]] if reference else node
+    return target
 
 
 def _in_words(node: dict[str, Any]) -> str | None:

@@ -649,16 +649,19 @@ class ManagedCrew:
             expected_nodes=max(shapes),
             target_nodes=max(shapes) if market else 0,
         )
-        facts = RunFacts(
-            job=self._job_path,
-            fingerprint=job.fingerprint,
-            micro_batch_size=job.micro_batch_size,
-            batch_size=job.batch_size,
-            num_sections=job.num_sections,
-        )
-        with RunDir(path, facts) as run_dir:
+        with RunDir(path, self.facts) as run_dir:
             finish = self.run(config, run_dir, lambda crew: lambda observed: watch(crew, observed), market)
             return finish, read_report(path), run_dir.checkpoint_url
+
+    @property
+    def facts(self) -> RunFacts:
+        return RunFacts(
+            job=self._job_path,
+            fingerprint=self.job.fingerprint,
+            micro_batch_size=self.job.micro_batch_size,
+            batch_size=self.job.batch_size,
+            num_sections=self.job.num_sections,
+        )
 
     def fork(self, count: int) -> None:
         """Fork processes for this many workers, before other threads may hold locks that a child would need."""

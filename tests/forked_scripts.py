@@ -102,7 +102,7 @@ class ForkedScript:
         until_s = time.monotonic() + timeout
         while (code := self.poll()) is None:
             if time.monotonic() > until_s:
-                raise subprocess.TimeoutExpired("a script", timeout)
+                raise subprocess.TimeoutExpired("a program", timeout)
             time.sleep(LOOK_EVERY_S)
         return code
 
@@ -262,25 +262,17 @@ class Nursery:
             return self._orders.recv()
 
 
-class NurseryScript:
-    """The part of ``Popen`` that tests need for a program that a nursery started."""
+class NurseryScript(ForkedScript):
+    """The same for a program that a nursery started."""
 
     def __init__(self, nursery: Nursery, pid: int) -> None:
         self._nursery, self.pid = nursery, pid
-        self.returncode: int | None = None
+        self.returncode = None
 
     def poll(self) -> int | None:
         if self.returncode is None:
             self.returncode = self._nursery.code(self.pid)
         return self.returncode
-
-    def wait(self, timeout: float) -> int:
-        until_s = time.monotonic() + timeout
-        while (code := self.poll()) is None:
-            if time.monotonic() > until_s:
-                raise subprocess.TimeoutExpired("a program", timeout)
-            time.sleep(LOOK_EVERY_S)
-        return code
 
     def kill(self) -> None:
         if self.poll() is None:

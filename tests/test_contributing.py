@@ -114,7 +114,7 @@ def test_the_picture_of_the_packages_shows_each_once() -> None:
         f"morph/{name}"
         for name in ("contract", "link", "machine.py", "pictures.py", "tables.py", "user_cache.py", "words.py")
     }
-    used_by_all |= {"morph/yaml_files.py", "manager/run_dir.py", "morph/runtime"}
+    used_by_all |= {"morph/file_lock.py", "morph/yaml_files.py", "manager/run_dir.py", "morph/runtime"}
     packages = {"simulator", "calibrate"}
     for top in ("morph", "manager", "morph/runtime"):
         for path in (REPOSITORY / top).iterdir():

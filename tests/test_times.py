@@ -1,11 +1,16 @@
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from tests.times import MOST_WHOLE_RUNS, Scheduling
+from tests.times import MOST_WHOLE_RUNS, Scheduling, processor_s
+from tests.waiting import poll_until
 
 NUM_PROCESSES = 4
 WHOLE = {f"tests/system/test_{number}.py": 2 + number for number in range(6)}
@@ -39,3 +44,13 @@ def test_few_processes_have_whole_runs_while_others_compute(files: dict[str, int
     assert max(sum(file in WHOLE for file in turn) for turn in turns) == most
     assert sum(file in WHOLE for file in turns[0]) == most
     assert list(dict.fromkeys(file for turn in turns for file in turn if file in WHOLE)) == list(WHOLE)
+
+
+def test_the_seconds_of_processes_that_live_on_are_counted() -> None:
+    program = "import os\nif child := os.fork():\n    os.waitpid(child, 0)\nwhile True:\n    pass"
+    before_s = processor_s()
+    with subprocess.Popen([sys.executable, "-c", program], start_new_session=True) as waiting:
+        try:
+            poll_until(lambda: processor_s() > before_s + 0.5, "the seconds of its child")
+        finally:
+            os.killpg(waiting.pid, signal.SIGKILL)

@@ -6,18 +6,20 @@ folder are put in order: the longest first, so that no process is left with a lo
 processes at once get a file with whole runs: these mostly wait, and starve if many of them start Ray together, while
 files that compute use the cores beside them.
 
-A test's processor seconds are those of its process and of the children that it has waited for, set-up and clean-up
-included. Daemons that outlive a test are not in them.
+A test's processor seconds are those of its process and of all processes below it, set-up and clean-up included: also
+those of workers that outlive the test. Daemons with another parent are not in them.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 import time
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,9 +37,19 @@ MOST_WHOLE_RUNS = 2
 
 
 def processor_s() -> float:
-    """Return the processor seconds of this process and of its children that have ended."""
+    """Return the processor seconds of this process and of all processes below it, living (on Linux) and ended."""
     ended = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return time.process_time() + ended.ru_utime + ended.ru_stime
+    return time.process_time() + ended.ru_utime + ended.ru_stime + _of_children(os.getpid())
+
+
+def _of_children(pid: int) -> float:
+    spent_s = 0.0
+    for path in Path(f"/proc/{pid}/task").glob("*/children"):
+        with suppress(OSError):  # the process, or its thread, has just ended
+            for child in map(int, path.read_text("ascii").split()):
+                ticks = Path(f"/proc/{child}/stat").read_text("utf-8").rpartition(")")[2].split()[11:15]
+                spent_s += sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK") + _of_children(child)
+    return spent_s
 
 
 def in_order(items: list[pytest.Item], root: Path) -> None:

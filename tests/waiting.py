@@ -1,10 +1,11 @@
-"""Waits for other processes and threads: how long they may take, and polling."""
+"""Waits for other processes and threads: how long they may take, and polling; and a clock that tests move."""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 PATIENCE = float(os.environ.get("MORPH_TEST_PATIENCE", "1"))
 """Every bound of tests is multiplied by this, on machines that are slow or busy."""
@@ -19,3 +20,13 @@ def poll_until(holds: Callable[[], object], what: str, every_s: float = 0.01) ->
         assert time.monotonic() < until_s, f"waited {BOUND_S:g} s for {what}"
         time.sleep(every_s)
     return found
+
+
+@dataclass
+class Clock:
+    """A clock that stands until a test moves it."""
+
+    now_s: float = 0.0
+
+    def __call__(self) -> float:
+        return self.now_s

@@ -26,7 +26,7 @@ from benchmarks.workers import Crew, cut_job, plan_by_hand
 from morph.contract.plan import Plan, Schedule
 from morph.cutting.cuts.cut_model import CutModel
 from morph.jobs.job import load_job
-from simulator.engine.mini_batch import StageTimes, run_pipeline
+from simulator.engine.pipeline import StageTimes, run_pipeline
 from simulator.engine.schedules import fixed_order, stage_windows
 
 JOB = Path(__file__).with_name("gpt_job.py")

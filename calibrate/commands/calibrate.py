@@ -176,11 +176,11 @@ calibrate_command.__doc__ = CALIBRATE_HELP
 
 def _check_job(subject: Subject) -> None:
     """Make the checks that a run makes, except those of the data, which was checked when the subject was loaded."""
-    from morph.machine import available_bytes
+    from calibrate.computing.compute import free_bytes_of
     from morph.preflight.checks import CutJob, Effort, check
 
     device, model = subject.device, subject.cut(subject.job.micro_batch_size or 1)
-    effort = Effort(memory_bytes=available_bytes(device), device=device, leave_out=frozenset({"data"}))
+    effort = Effort(memory_bytes=free_bytes_of(device), device=device, leave_out=frozenset({"data"}))
     report = check(CutJob(subject.job_path, subject.job, subject.loaded.exported, model), effort)
     for line in (*report.warnings, report.comparison):
         print(line, file=sys.stderr)

@@ -40,7 +40,7 @@ def show_command(
     from calibrate.render import tables
     from morph.cli.reading.errors import places
     from morph.contract.profile import load_profile
-    from morph.tables import wide_console
+    from morph.tables import table, wide_console
 
     check_output(png)
     shown = load_profile(profile)
@@ -62,7 +62,7 @@ def show_command(
     if shown.node_types and node_type is None:
         console.print(tables.node_type_table(shown))
     if shown.sources:
-        console.print(tables.source_table(shown))
+        console.print(table("not measured here", ("field", "source"), sorted(shown.sources.items()), left=2))
     if png is not None:
         console.print(f"Drew {png}.", soft_wrap=True)
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-import psutil
 import torch
 
 from calibrate.computing.contention import Neighbours, measure_contention
@@ -22,6 +21,7 @@ from morph.contract.profile import Contention
 from morph.cutting import CutModel
 from morph.data.loader import mix_of
 from morph.jobs.job import Job
+from morph.machine import available_bytes
 
 MIN_GAIN = 0.03
 _SECONDS_PER_SIZE = 6.0
@@ -119,7 +119,7 @@ def measure_compute(
     if neighbours is not None:
         neighbours.wait()
     with meter_of(subject, devices_of(subject.device.type)) as meter:
-        free_bytes = partial(_free_bytes, subject.device)
+        free_bytes = partial(free_bytes_of, subject.device)
         measured = measure_sizes(
             subject, meter, sizes, free_bytes=free_bytes, stop_early=stop_early, most=num_samples, progress=progress
         )
@@ -175,7 +175,7 @@ def measure_size(job: Job, meter: Meter, model: CutModel, most: int) -> Measured
     mix = mix_of(job, model.micro_batch_size)
     lengths = {**mix, model.length: 0.0}
     sampling = Sampling(budget_s=_SECONDS_PER_SIZE / len(lengths), most=most)
-    by_length = {length: meter.measure(model.at(length), sampling) for length in lengths}
+    by_length = {length: meter(model.at(length), sampling) for length in lengths}
     return MeasuredSize(model, _mixed(model, by_length, mix), mix)
 
 
@@ -203,10 +203,9 @@ def fills_memory(measured: MeasuredSize, next_size: int, free_bytes: float) -> b
     return per_sample * next_size > free_bytes / 2
 
 
-def _free_bytes(device: torch.device) -> float:
-    if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
-    return float(psutil.virtual_memory().available)
+def free_bytes_of(device: torch.device) -> int:
+    """Return the free memory of a device; of the CPU: that of this machine, within its container's limit."""
+    return int(torch.cuda.mem_get_info(device)[0]) if device.type == "cuda" else available_bytes()
 
 
 def _is_out_of_memory(error: Exception) -> bool:

@@ -20,12 +20,11 @@ from typing import Any
 
 import torch
 
-from calibrate.computing.sections import measure_benches
+from calibrate.computing.meter import measure_here
 from calibrate.computing.subject import Subject, load_subject
 from calibrate.helpers.helper_end import HelperPipe, serve
 from calibrate.links.peer import measure
 from calibrate.timing.bench import Bench
-from calibrate.timing.clocks import clock_of, give_back_memory
 from calibrate.timing.samples import Sampling
 from morph.jobs.files import imported_once
 from morph.runtime.state.fixed_point import prepare
@@ -65,10 +64,7 @@ def _serve(subject: Subject, line: HelperPipe) -> None:
 def _measure(subject: Subject, message: dict[str, Any]) -> dict[str, Any]:
     model = subject.cut(message["micro_batch_size"]).at(message["length"])
     sampling = Sampling(budget_s=message["budget_s"], most=message["most"])
-    benches = subject.benches(model, message["signatures"])
-    measurements = measure_benches(benches, model.micro_batch_size, clock_of(subject.device), sampling)
-    del benches
-    give_back_memory(subject.device)
+    measurements = measure_here(subject, model, sampling, message["signatures"])
     return {signature: measured.model_dump(mode="json") for signature, measured in measurements.items()}
 
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Protocol
+from functools import partial
 
 import torch
 
@@ -18,23 +18,18 @@ from morph.cutting import CutModel, Section
 
 Measured = dict[str, SectionMeasurement]
 """Measurements by the signature of the kind."""
+Meter = Callable[[CutModel, Sampling], Measured]
+"""Measures one section of each kind of a model that is cut for one m, and for one length."""
 
 _START_TIMEOUT_S = 600.0
 _MEASURE_TIMEOUT_S = 600.0
-
-
-class Meter(Protocol):
-    """Measures one section of each kind."""
-
-    def measure(self, model: CutModel, sampling: Sampling) -> Measured:
-        """Measure the kinds of a model cut for one m, and for one length."""
 
 
 @contextmanager
 def meter_of(subject: Subject, devices: Sequence[torch.device]) -> Iterator[Meter]:
     """Yield a meter for these devices; with several, each has a helper. Raises ClusterError or WaitTimeout."""
     if len(devices) < 2:
-        yield InThisProcess(subject)
+        yield partial(measure_here, subject)
         return
     with Crew("calibrate.computing.helper", len(devices), "measuring sections") as crew:
         for number, device in enumerate(devices):
@@ -43,49 +38,41 @@ def meter_of(subject: Subject, devices: Sequence[torch.device]) -> Iterator[Mete
                 {"job_path": subject.job_path, "num_sections": subject.num_sections, "device": str(device)},
             )
         crew.gather(range(crew.size), "the processes that measure sections", _START_TIMEOUT_S)
-        yield SideBySide(crew)
+        yield partial(measure_side_by_side, crew)
 
 
-class InThisProcess:
-    """Measures all kinds in turns, on the subject's device."""
-
-    def __init__(self, subject: Subject) -> None:
-        self._subject = subject
-
-    def measure(self, model: CutModel, sampling: Sampling) -> Measured:
-        device = self._subject.device
-        try:
-            return measure_benches(self._subject.benches(model), model.micro_batch_size, clock_of(device), sampling)
-        finally:
-            give_back_memory(device)
+def measure_here(
+    subject: Subject, model: CutModel, sampling: Sampling, signatures: Container[str] | None = None
+) -> Measured:
+    """Measure all kinds, or those of the given signatures, in turns on the subject's device."""
+    m, clock = model.micro_batch_size, clock_of(subject.device)
+    try:
+        return measure_benches(subject.benches(model, signatures), m, clock, sampling)
+    finally:
+        give_back_memory(subject.device)
 
 
-class SideBySide:
-    """Deals kinds to helpers, each of which has a device of its own."""
-
-    def __init__(self, crew: Crew) -> None:
-        self._crew = crew
-
-    def measure(self, model: CutModel, sampling: Sampling) -> Measured:
-        dealt = deal(one_of_each(model), self._crew.size)
-        for number, kinds in enumerate(dealt):
-            self._crew.send(
-                number,
-                {
-                    "do": "measure",
-                    "micro_batch_size": model.micro_batch_size,
-                    "length": model.length,
-                    "signatures": kinds,
-                    "budget_s": sampling.budget_s,
-                    "most": sampling.most,
-                },
-            )
-        answers = self._crew.gather(range(len(dealt)), "sections to be measured", _MEASURE_TIMEOUT_S)
-        return {
-            signature: SectionMeasurement.model_validate(measured)
-            for answer in answers.values()
-            for signature, measured in answer.items()
-        }
+def measure_side_by_side(crew: Crew, model: CutModel, sampling: Sampling) -> Measured:
+    """Deal kinds to helpers, each of which has a device of its own."""
+    dealt = deal(one_of_each(model), crew.size)
+    for number, kinds in enumerate(dealt):
+        crew.send(
+            number,
+            {
+                "do": "measure",
+                "micro_batch_size": model.micro_batch_size,
+                "length": model.length,
+                "signatures": kinds,
+                "budget_s": sampling.budget_s,
+                "most": sampling.most,
+            },
+        )
+    answers = crew.gather(range(len(dealt)), "sections to be measured", _MEASURE_TIMEOUT_S)
+    return {
+        signature: SectionMeasurement.model_validate(measured)
+        for answer in answers.values()
+        for signature, measured in answer.items()
+    }
 
 
 def deal(kinds: Sequence[Section], num_hands: int) -> list[list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -76,7 +76,7 @@ def estimate_profile(
         own, *others = (_Timed(sheet, reached, counts) for sheet in sheets.values())
         sizes, stop_early = sizes_of(job, micro_batch_sizes)
         measured = measure_sizes(
-            subject, own, sizes, free_bytes=own.free_bytes, stop_early=stop_early, most=1, progress=progress
+            subject, own.measure, sizes, free_bytes=own.free_bytes, stop_early=stop_early, most=1, progress=progress
         )
         progress("counting the optimizer's operations", 0.5)
         profile = assemble_profile(
@@ -144,8 +144,13 @@ class _Counts:
         section.constant_values.take(_Empty(section.constant_values.specs))
         load = MicroBatchLoader.of(job, model.micro_batch_size).example
         operations: list[Operation] = []
-        sums = _CountedSums(operations.append, accumulator_bytes(job))
-        bench = make_bench(job, section, _Empty(model.specs), partial(load, model.length), device, sums)
+        sum_bytes = accumulator_bytes(job)
+
+        def add(_name: str, gradient: Tensor) -> None:
+            """Count what a device reads and writes to add a gradient to its sum, in one kernel."""
+            operations.append(Operation(gradient.numel() * (gradient.element_size() + 2 * sum_bytes)))
+
+        bench = make_bench(job, section, _Empty(model.specs), partial(load, model.length), device, add)
         bench.both()  # tensors that are made once and for all do not belong to a micro-batch
         operations.clear()
         with counted() as forward:
@@ -192,18 +197,6 @@ class _Empty(dict[str, Tensor]):
     def __missing__(self, name: str) -> Tensor:
         shape, dtype = self._specs[name]
         return self.setdefault(name, torch.empty(shape, dtype=dtype, device=self._device))
-
-
-@dataclass(frozen=True)
-class _CountedSums:
-    """Counts what a device reads and writes to add a gradient to its sum, in one kernel."""
-
-    count: Callable[[Operation], object]
-    sum_bytes: int
-
-    def add(self, name: str, gradient: Tensor) -> None:
-        del name
-        self.count(Operation(gradient.numel() * (gradient.element_size() + 2 * self.sum_bytes)))
 
 
 def _count_unit(job: Job, model: CutModel, unit: ParameterUnit) -> _CountedUnit:
@@ -253,7 +246,7 @@ def _explained(section: Section) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Timed:
-    """Times what was counted by one data sheet; a ``Meter`` of sections."""
+    """Times what was counted by one data sheet; ``measure`` is a ``Meter`` of sections."""
 
     sheet: DataSheet
     reached: Reached
@@ -287,7 +280,7 @@ class _Timed:
             counts = self.counts.unit(model, unit)
             step = timing([total_s(counts.step, sheet, self.reached)])
             units[unit.id] = replace(counts.measured, step=step)
-        return Compute(tuple(measure_size(job, self, size.model, 1) for size in sizes), units, ())
+        return Compute(tuple(measure_size(job, self.measure, size.model, 1) for size in sizes), units, ())
 
     def environment(self) -> Environment:
         """Return the device; nobody measured, as the date says too."""

@@ -7,54 +7,37 @@ import socket
 import ssl
 from collections.abc import Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 from morph.contract.errors import ClusterError, ConfigError, WaitTimeout
-from morph.link import session as link
 from morph.link.authority import credential_of
+from morph.link.session import LinkSession
 from morph.link.wire import Wire
 
 NAME = "morph calibrate-peer"
 HANDSHAKE_TIMEOUT_S = 10.0
 
 
-class ProvenConnection:
+class ProvenConnection(LinkSession):
     """One connection, after ``call`` or ``answer``. Closes with its ``with`` block."""
 
-    def __init__(self, link: link.LinkSession) -> None:
-        self._link = link
-
-    def __enter__(self) -> ProvenConnection:
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def close(self) -> None:
-        """Close the connection. Safe to call twice."""
-        self._link.close()
-
-    @property
-    def own_address(self) -> str:
-        """This node's address on the way to the other."""
-        return self._link.own_address
-
-    @property
-    def other_address(self) -> str:
-        """The other node's address."""
-        return self._link.other_address
-
-    def send(self, message: Mapping[str, Any], timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
+    def say(self, message: Mapping[str, Any], timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
         """Send one message; ClusterError: the other node is gone, or accepts nothing for ``timeout_s``."""
         try:
-            self._link.send(json.dumps(message).encode(), timeout_s)
+            self.send(json.dumps(message).encode(), timeout_s)
         except OSError as error:
             raise ClusterError(f"the other node is gone: {error.strerror or error}") from error
 
-    def receive(self, what: str, timeout_s: float) -> dict[str, Any]:
+    def wait_for(self, what: str, timeout_s: float) -> dict[str, Any]:
         """Block for the next message. Raises ClusterError or WaitTimeout, which says ``what`` was awaited."""
         try:
-            return self._link.hear(timeout_s)
+            return self.hear(timeout_s)
         except TimeoutError as error:
             raise WaitTimeout(f"waited {timeout_s:g} s for {what}") from error
         except OSError as error:
@@ -69,7 +52,7 @@ def call(host: str, port: int, token: str) -> ProvenConnection:
     except OSError as error:
         reason = error.strerror or str(error)
         raise ClusterError(f"{what} cannot be reached: {reason}; is `{NAME}` running there?") from error
-    proven = link.LinkSession(connection, Wire(credential_of(token), listens=False))
+    proven = ProvenConnection(connection, Wire(credential_of(token), listens=False))
     try:
         with ExitStack() as failing:
             failing.callback(proven.close)
@@ -83,12 +66,12 @@ def call(host: str, port: int, token: str) -> ProvenConnection:
         ) from error
     except OSError as error:
         raise ClusterError(f"{what} does not answer as `{NAME}`: {error.strerror or error}") from error
-    return ProvenConnection(proven)
+    return proven
 
 
 def answer(connection: socket.socket, token: str) -> ProvenConnection:
     """Let in a node that knows the secret. Raises ClusterError for another, and WaitTimeout if it sends nothing."""
-    proven = link.LinkSession(connection, Wire(credential_of(token), listens=True))
+    proven = ProvenConnection(connection, Wire(credential_of(token), listens=True))
     try:
         with ExitStack() as failing:
             failing.callback(proven.close)
@@ -99,4 +82,4 @@ def answer(connection: socket.socket, token: str) -> ProvenConnection:
         raise WaitTimeout(f"waited {HANDSHAKE_TIMEOUT_S:g} s for the caller to speak") from error
     except OSError as error:
         raise ClusterError(f"the caller is not a `morph calibrate` with this secret: {error}") from error
-    return ProvenConnection(proven)
+    return proven

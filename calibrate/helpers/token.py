@@ -8,6 +8,7 @@ import stat
 from pathlib import Path
 
 from morph.contract.errors import ConfigError
+from morph.contract.files import PRIVATE, write_whole
 
 TOKEN_VARIABLE = "MORPH_PEER_TOKEN"
 _MIN_LENGTH = 16
@@ -15,14 +16,15 @@ _MAX_BYTES = 4096
 
 
 def find_token(path: Path | None, from_environment: str | None, *, make: bool = False) -> str:
-    """Return the secret from a file for this user alone (``make``: a new one), or else the environment.
+    """Return the secret from a file that only this user can read, or else from the environment variable.
 
-    Raises ConfigError if there is no secret, others can read it, or it is too short.
+    ``make``: a missing file is written, with a new secret. Raises ConfigError if there is no secret, if others can read
+    it, or if it is too short.
     """
     if path is None:
         if not from_environment:
             raise ConfigError(
-                "the two nodes need a secret by which they know each other",
+                "the two nodes need a shared secret to recognise each other",
                 field="--token-file",
                 allowed=f"a file with a secret, the same on both nodes, or {TOKEN_VARIABLE} in the environment",
             )
@@ -34,9 +36,7 @@ def find_token(path: Path | None, from_environment: str | None, *, make: bool = 
 
 def _write_new(path: Path) -> None:
     try:
-        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-        with os.fdopen(handle, "w", encoding="ascii") as file:
-            file.write(secrets.token_hex(32) + "\n")
+        write_whole(path, secrets.token_hex(32) + "\n", PRIVATE)
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", source=str(path), field="--token-file") from error
 
@@ -62,6 +62,6 @@ def _checked(text: str, source: str) -> str:
     token = text.strip()
     if len(token) < _MIN_LENGTH:
         raise ConfigError(
-            f"the secret has {len(token)} characters", source=source, allowed=f"at least {_MIN_LENGTH} characters"
+            f"the secret has only {len(token)} characters", source=source, allowed=f"at least {_MIN_LENGTH} characters"
         )
     return token

@@ -169,10 +169,5 @@ def node_type_table(profile: Profile) -> Table:
     return table("node types", columns, rows, left=4)
 
 
-def source_table(profile: Profile) -> Table:
-    """Return a table of the sources of values that were not measured here."""
-    return table("not measured here", ("field", "source"), sorted(profile.sources.items()), left=2)
-
-
 def _speed(bytes_per_s: float | None) -> str:
     return "not measured" if bytes_per_s is None else f"{size_text(bytes_per_s)}/s"

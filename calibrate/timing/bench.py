@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,40 +13,36 @@ from morph.jobs.job import Job, Precision
 from morph.runtime.state.accumulators import Accumulator, ExactAccumulator, FastAccumulator, change_like
 from morph.runtime.state.fixed_point import first_exponent
 from morph.runtime.state.parts import Memory
-from morph.runtime.step.stage import SectionRun, run_section, section_backward, seed_section
+from morph.runtime.step.stage import AddGradient, SectionForward, run_section, section_backward, seed_section
 
 _MOCK_GRADIENT = 1e-4
 LoadEntries = Callable[[Sequence[str]], Mapping[str, Tensor]]
 
 
-class Sums(Protocol):
-    """Receives gradients of parameters, and changes of buffers."""
-
-    def add(self, name: str, gradient: Tensor) -> None:
-        """Add one contribution."""
-
-
 @dataclass
 class Bench:
-    """A section on its device, with border tensors, gradients of its outputs, a batch, parameters and their sums."""
+    """A section on its device, with border tensors, gradients of its outputs, a batch and parameters.
+
+    ``add`` gets the gradients of parameters, and changes of buffers.
+    """
 
     section: Section
     inputs: tuple[Tensor, ...]
     output_gradients: tuple[Tensor | None, ...]
     batch: Mapping[str, Tensor]
     parameters: dict[str, Tensor]
-    accumulator: Sums
+    add: AddGradient
     precision: Precision
     device: torch.device
 
-    def forward(self, sample: int) -> SectionRun:
+    def forward(self, sample: int) -> SectionForward:
         """Seed the generators and run forward, as a stage does."""
         seed_section(0, sample, 0, self.section.index)
         return run_section(self.section, self.inputs, self.batch, self.parameters, self.precision)
 
-    def backward(self, run: SectionRun) -> None:
+    def backward(self, run: SectionForward) -> None:
         """Run backward, adding gradients as a stage does."""
-        section_backward(self.section, run, self.output_gradients, self.parameters, self.accumulator.add)
+        section_backward(self.section, run, self.output_gradients, self.parameters, self.add)
 
     def both(self) -> None:
         """Run one forward and one backward."""
@@ -64,9 +59,9 @@ def make_bench(
     initial: Mapping[str, Tensor],
     load: LoadEntries,
     device: torch.device,
-    sums: Sums | None = None,
+    add: AddGradient | None = None,
 ) -> Bench:
-    """Set a section up with random border tensors, a real batch, and initial parameters; ``sums`` get gradients."""
+    """Set a section up with random border tensors, a real batch, and initial parameters; ``add`` gets the gradients."""
     generator = torch.Generator().manual_seed(section.index)
     parameters = {name: initial[name].detach().to(device, copy=True).requires_grad_() for name in section.parameters}
     buffers = {name: initial[name].detach().to(device, copy=True) for name in section.buffers}
@@ -81,7 +76,7 @@ def make_bench(
         output_gradients=tuple(None if gradient is None else gradient.to(device) for gradient in gradients),
         batch={key: tensor.to(device) for key, tensor in load(section.batch_keys).items()},
         parameters=parameters | buffers,
-        accumulator=sums or _accumulator(job, parameters, buffers, device),
+        add=add or _accumulator(job, parameters, buffers, device).add,
         precision=job.precision,
         device=device,
     )

@@ -16,13 +16,13 @@ from morph.contract.profile import Timing
 NUM_QUANTILES = 17
 STABLE_WITHIN = 0.01
 ROUGHLY_WITHIN = 0.03
-"""For small parts of a step, and for what waits for other processes: they vary more."""
+"""For small parts of a step, and for work that waits for other processes: both vary more."""
 _NORMAL_95 = 1.96
 _DIGITS = 9
 
 
 def timing(samples_s: Sequence[float]) -> Timing:
-    """Summarise durations in seconds, at least one; no outlier is discarded. Rounded to nanoseconds."""
+    """Summarise one or more durations in seconds, without discarding outliers, rounded to nanoseconds."""
     centre = median(samples_s)
     spread = median(abs(sample - centre) for sample in samples_s)
     levels = np.quantile(np.asarray(samples_s, np.float64), np.linspace(0.0, 1.0, NUM_QUANTILES)).tolist()
@@ -36,7 +36,7 @@ def timing(samples_s: Sequence[float]) -> Timing:
 
 
 def sum_of(parts: Sequence[Timing]) -> Timing:
-    """Summarise parts that run one after the other; as independent measurements, their spreads add in quadrature."""
+    """Summarise parts that run one after the other; their spreads, being independent, add in quadrature."""
     centre = sum(part.median_s for part in parts)
     has_quantiles = bool(parts) and all(len(part.quantiles_s) == NUM_QUANTILES for part in parts)
     quantiles = [_sum_at(parts, centre, level) for level in range(NUM_QUANTILES)] if has_quantiles else []
@@ -50,7 +50,7 @@ def sum_of(parts: Sequence[Timing]) -> Timing:
 
 
 def mean_of(parts: Sequence[tuple[float, Timing]]) -> Timing:
-    """Summarise alternatives, each weighted by its share: the mean of their medians, and that of their spreads."""
+    """Summarise alternatives, weighted by their shares: the means of their medians and of their spreads."""
     if len(parts) == 1:
         return parts[0][1]
 
@@ -94,10 +94,10 @@ def _half_width(samples: Sequence[float]) -> float:
 
 @dataclass(frozen=True)
 class Sampling:
-    """Decides how often something is measured: until the median is stable, within bounds.
+    """Decides how often something is measured: at least ``least`` and at most ``most`` times.
 
-    From ``enough`` samples on, a stable median (``within``, a share) is enough; from ``least`` on, ``budget_s`` ends
-    it.
+    In between, measuring ends when ``budget_s`` is spent, or once there are ``enough`` samples and the median is stable
+    (its error is at most the share ``within`` of it).
     """
 
     budget_s: float

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
+from typing import Literal
 
 from calibrate.computing.compute import Compute, MeasuredSize
 from calibrate.computing.optimizer import UnitMeasurement
@@ -132,19 +133,15 @@ def assemble_node_type(name: str, environment: Environment, compute: Compute) ->
     return NodeTypeProfile(
         name=name,
         environment=environment,
-        forward=tuple(_forward(compute.sizes, section) for section in sections),
-        backward=tuple(_backward(compute.sizes, section) for section in sections),
+        forward=tuple(_times(compute.sizes, section, "forward") for section in sections),
+        backward=tuple(_times(compute.sizes, section, "backward") for section in sections),
         optimizer_step=tuple(_optimizer_step(compute, section) for section in sections),
         contention=compute.contention,
     )
 
 
-def _forward(sizes: Sequence[MeasuredSize], section: Section) -> dict[int, Timing]:
-    return {entry.model.micro_batch_size: entry.of(section.index).forward for entry in sizes}
-
-
-def _backward(sizes: Sequence[MeasuredSize], section: Section) -> dict[int, Timing]:
-    return {entry.model.micro_batch_size: entry.of(section.index).backward for entry in sizes}
+def _times(sizes: Sequence[MeasuredSize], section: Section, of: Literal["forward", "backward"]) -> dict[int, Timing]:
+    return {entry.model.micro_batch_size: getattr(entry.of(section.index), of) for entry in sizes}
 
 
 def _own_units(compute: Compute, section: Section) -> list[UnitMeasurement]:
@@ -170,8 +167,8 @@ def _section_profile(job: Job, compute: Compute, section: Section) -> SectionPro
     return SectionProfile(
         index=section.index,
         label=section.label,
-        forward=_forward(compute.sizes, section),
-        backward=_backward(compute.sizes, section),
+        forward=_times(compute.sizes, section, "forward"),
+        backward=_times(compute.sizes, section, "backward"),
         parameter_bytes=parameter_bytes(model, names),
         optimizer_bytes=sum(unit.optimizer_bytes for unit in units),
         gradient_bytes=summed * accumulator_bytes(job),

@@ -67,7 +67,7 @@ def calibrate(
         started_helpers(devices) as neighbours,
         one_thread(),
         imported_once(job_path),
-        nullcontext() if peer is None else OtherNode(peer) as other,
+        nullcontext() if peer is None else OtherNode(peer) as peer_node,
     ):
         subject = load_subject(job_path, devices[0])
         job = subject.job
@@ -81,7 +81,7 @@ def calibrate(
         )
         progress("sending messages and reducing gradients between processes", 0.65)
         spec = replace(network_spec(job, compute, devices, num_samples), links=carriers.links, rings=carriers.rings)
-        network = _measure_links(spec, other, neighbours.crew, progress)
+        network = _measure_links(spec, peer_node, neighbours.crew, progress)
         progress("writing a checkpoint", 0.95)
         size_bytes = state_bytes(compute)
         storage = StorageSpeeds(
@@ -108,12 +108,12 @@ def _num_slots(devices: Sequence[torch.device]) -> int:
     return num_cores() if devices[0].type == "cpu" else len(devices)
 
 
-def _measure_links(spec: NetworkSpec, other: OtherNode | None, helpers: Crew, progress: Progress) -> MeasuredLinks:
-    if other is None:
+def _measure_links(spec: NetworkSpec, peer_node: OtherNode | None, helpers: Crew, progress: Progress) -> MeasuredLinks:
+    if peer_node is None:
         return MeasuredLinks(measure_network(spec, helpers))
     inside = measure_network(replace(spec, reduced_sizes=()), helpers)
-    progress(f"sending and reducing between {other.between}", 0.75)
-    return MeasuredLinks(inside, other.measure(spec), other.between)
+    progress(f"sending and reducing between {peer_node.between}", 0.75)
+    return MeasuredLinks(inside, peer_node.measure(spec), peer_node.between)
 
 
 def silent(what: str, share: float) -> None:

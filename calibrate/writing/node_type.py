@@ -107,10 +107,10 @@ def add_zone_links(
 ) -> Profile:
     """Return the profile with the links between this node's zone and that of ``peer``, in the sizes of other links."""
     progress = progress or silent
-    with OtherNode(peer) as other:
+    with OtherNode(peer) as peer_node:
         progress("sending messages to a node in another zone", 0.0)
-        link = other.measure(_messages(profile.inter_node, devices_of(device), num_samples)).link
-    sources = {**profile.sources, "between_zones": f"measured between {other.between}"}
+        link = peer_node.measure(_messages(profile.inter_node, devices_of(device), num_samples)).link
+    sources = {**profile.sources, "between_zones": f"measured between {peer_node.between}"}
     progress("done", 1.0)
     return profile.model_copy(update={"between_zones": link, "sources": sources})
 

@@ -21,12 +21,13 @@ from manager.report.live import LiveRun
 from manager.report.summary import summarise
 from manager.report.timelines import read_timelines
 from manager.report.values import RunReport
-from manager.run.prepared import prepared, read_inputs
+from manager.run.prepared import Inputs, prepared, read_inputs
 from manager.run.request import IfChanged, RunRequest
 from manager.run.train import train
 from manager.run_dir import as_its_folder
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INTERRUPTED, places
 from morph.cli.reading.progress import doing, doing_if_long
+from morph.contract.cluster import LocalVms
 from morph.contract.errors import TrainingStopped
 from morph.runtime.step.timeline import write_trace
 
@@ -73,7 +74,7 @@ def carry_out(
     """Run the job, in ``run_dir`` if given, and raise ``typer.Exit`` with the command's exit code."""
     with doing_if_long("reading the job's files"):
         inputs = read_inputs(request, run_dir)
-        inputs.check_device()
+        check_device(inputs)
     directory = inputs.run_dir
     leave_word(run_dir=directory.resolve())
     try:
@@ -94,6 +95,14 @@ def carry_out(
         print(finish.traceback, end="", file=sys.stderr)
         raise TrainingStopped(finish.sentence)
     raise typer.Exit(_exit_code(finish))
+
+
+def check_device(inputs: Inputs) -> None:
+    """Refuse a device of local VMs that this machine lacks; ConfigError names the cluster file."""
+    if isinstance(inputs.cluster.vms, LocalVms) and inputs.cluster.vms.device == "cuda":
+        from morph.runtime.device.devices import usable_device  # loads torch
+
+        usable_device("cuda", source=str(inputs.request.cluster))
 
 
 def _exit_code(finish: Finish) -> int:

@@ -61,7 +61,7 @@ def dry_run_command(
 
 
 def _boot_of(path: Path, kind: str, spec: Any) -> Callable[[str, int], Any]:
-    """Return the visible part of the cloud-config, or of the job script, of VMs that a cluster file describes."""
+    """Return what makes the cloud-config, or job script, of a cluster file's VMs, with placeholders for secrets."""
     import json
 
     from pydantic import SecretStr
@@ -77,7 +77,7 @@ def _boot_of(path: Path, kind: str, spec: Any) -> Callable[[str, int], Any]:
     vms = load_config(path).vms
     if not isinstance(vms, CloudVms | SlurmVms) or vms.kind != kind:
         raise ConfigError(
-            "is not that of the cloud file", source=str(path), field="vms.kind", value=vms.kind, allowed=kind
+            "is not the cloud file's kind", source=str(path), field="vms.kind", value=vms.kind, allowed=kind
         )
     ray = f"{vms.address}:{vms.ray_port}"
     start = node_start(vms, vms.notice_port, "", make_wheel(), "", ray_address=ray, gpus=vms.device == "cuda")
@@ -161,7 +161,7 @@ def reconcile_command(
 
     market = market_of_file(read_yaml(file), kind)
     try:
-        ended = market.end_run(load_yaml(file, market.described), file, run, job, _told)
+        ended = market.end_run(load_yaml(file, market.described), file, run, job, _say)
     except ProviderError as error:
         raise ClusterError(
             f"{error}; repeat the command to continue" if isinstance(error, RETRYABLE) else str(error)
@@ -171,5 +171,5 @@ def reconcile_command(
     print(f"{counted(len(ended), 'VM')} of {run} {'was' if len(ended) == 1 else 'were'} there; none is left")
 
 
-def _told(sentence: str) -> None:
+def _say(sentence: str) -> None:
     print(sentence, flush=True)

@@ -95,6 +95,7 @@ def schema_command(
 
 def _check_job_file(path: Path, file: JobFile) -> str:
     """Check everything that a run checks before it starts; return a sentence about what would run."""
+    from manager.commands.carry_out import check_device
     from manager.run.prepared import resolve
     from manager.run.request import RunRequest
     from morph.cli.reading.errors import places
@@ -103,7 +104,7 @@ def _check_job_file(path: Path, file: JobFile) -> str:
     from morph.preflight.job_check import check_job
 
     run = resolve(RunRequest(job=str(path), steps=1), path, file)
-    run.check_device()
+    check_device(run)
     with places(run.places):
         with run.job_files.in_use():
             epochs = check_job(run.request.job, run.profile).facts.epochs

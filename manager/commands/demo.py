@@ -83,8 +83,8 @@ def demo_command(
     started_s = time.monotonic()
 
     print(f"[1/5] calibrate {job}", flush=True)
-    with progress() as told:
-        profile = calibrate(job, progress=told)
+    with progress() as show_progress:
+        profile = calibrate(job, progress=show_progress)
     (out / "profile.json").write_text(profile.model_dump_json(indent=2), encoding="utf-8")
     took_s = time.monotonic() - started_s
     print(f"      {profile.num_sections} sections measured in {took_s:.0f} s -> {out / 'profile.json'}")

@@ -15,7 +15,7 @@ from morph.cli.reading.progress import progress
 
 if TYPE_CHECKING:
     from morph.jobs.job import Job
-    from morph.runtime.state.model_state import StoredRun
+    from morph.runtime.state.model_state import CheckpointWeights
 
 
 def import_command(
@@ -120,12 +120,12 @@ def import_command(
         print(f"not imported, because the loss does not depend on them: {', '.join(parameters.unused)}")
 
 
-def _stored_run(path: Path) -> StoredRun:
+def _stored_run(path: Path) -> CheckpointWeights:
     from manager.run.checkpoint_location import stored_at, with_newest
-    from morph.runtime.state.model_state import StoredRun
+    from morph.runtime.state.model_state import CheckpointWeights
 
     stored = stored_at(str(path))
-    return with_newest(stored, lambda manifest: StoredRun(str(path), stored.url, manifest))[1]
+    return with_newest(stored, lambda manifest: CheckpointWeights(str(path), stored.url, manifest))[1]
 
 
 def _rename(text: str) -> tuple[re.Pattern[str], str]:

@@ -81,8 +81,8 @@ def events_command(
     from manager.report.fold import FoldReader
     from manager.run_dir import JOURNAL, holder_of, read_facts
 
-    def show(told: list[Told]) -> None:
-        for entry in told:
+    def show(entries: list[Told]) -> None:
+        for entry in entries:
             print(json.dumps(entry.model_dump()) if as_json else entry.line, flush=True)
 
     read_facts(run_dir)
@@ -90,8 +90,9 @@ def events_command(
         follower = FoldReader(Told)
 
         def new() -> list[Told]:
-            told = (one.record for _, noted in follower.new(journal) for one in noted if isinstance(one.record, Told))
-            return [one for one in told if every or not (one.routine or (one.inner and not verbose))]
+            records = (item.record for _, noted in follower.new(journal) for item in noted)
+            entries = [entry for entry in records if isinstance(entry, Told)]
+            return [entry for entry in entries if every or not (entry.routine or (entry.inner and not verbose))]
 
         show(new()[-last if last else None :])
         managed = True

@@ -9,7 +9,7 @@ from pathlib import Path
 from manager.accounting.account import TimeUse
 from manager.report.picture import PARTS
 from manager.simulation.replay import interval
-from manager.simulation.spot.outcome import PolicyOutcome
+from manager.simulation.spot.run_end import PolicyOutcome
 from morph.contract.errors import ConfigError
 from morph.pictures import INK, LINES, picture, plain_axes
 from morph.tables import table, wide_console

@@ -81,8 +81,8 @@ def _json_observer(run: LiveRun) -> Observer:
 
     def observe(observed: Observed) -> None:
         before = run.version
-        told = bool(run.take(observed.time_s, observed.event, observed.decision, observed.facts))
-        if not told and run.version == before:
+        has_news = bool(run.take(observed.time_s, observed.event, observed.decision, observed.facts))
+        if not has_news and run.version == before:
             return
         reason, known = observed.decision.reason, snapshot(run)
         line = {"code": reason.code.value, "sentence": reason.sentence, "num_nodes": len(run.nodes)}

@@ -59,7 +59,7 @@ def timeline_command(
         allowed = f"0 to {num_replicas - 1}"
         raise RunDirError("has no such replica", source=str(run_dir), field="--replica", value=replica, allowed=allowed)
     console, first = Console(), timelines[0]
-    first_stage = {one.replica: min(o.stage for o in timelines if o.replica == one.replica) for one in timelines}
+    first_stage = {each.replica: min(o.stage for o in timelines if o.replica == each.replica) for each in timelines}
     rows = [
         (
             timeline.replica,

@@ -74,7 +74,7 @@ def note_answers(transition: Transition, answers: Mapping[WorkerId, Answer]) -> 
     step = state.step
     awaited = order is not None and step.awaited.issuperset(answers)
     alike = _alike(answers).values()
-    if order is None or not awaited or not all(isinstance(one, noted) and _fits(one, order) for one in alike):
+    if order is None or not awaited or not all(isinstance(given, noted) and _fits(given, order) for given in alike):
         return [_answer_of(worker, answer) for worker, answer in answers.items()]
     answers = dict(answers)
     last = answers.popitem() if len(answers) == len(step.awaited) else None
@@ -101,7 +101,7 @@ def _answer_of(worker: WorkerId, answer: Answer) -> WorkerAnswered:
 def _note(transition: Transition, answers: Mapping[WorkerId, Answer]) -> None:
     kinds = dict.fromkeys(map(type, answers.values()))
     for kind in kinds:
-        alike = answers if len(kinds) == 1 else {worker: one for worker, one in answers.items() if type(one) is kind}
+        alike = answers if len(kinds) == 1 else {worker: sent for worker, sent in answers.items() if type(sent) is kind}
         if kind in _NOTES:
             _NOTES[kind](transition, alike)
 
@@ -160,9 +160,7 @@ _NOTES: Mapping[type, Callable[[Transition, Mapping[WorkerId, Any]], None]] = {
 
 
 def _report_of(answer: Prepared, *, judged: bool) -> StepReport:
-    losses = (
-        {one.micro_batch: one.loss if math.isfinite(one.loss) else math.inf for one in answer.losses} if judged else {}
-    )
+    losses = {each.micro_batch: each.loss if math.isfinite(each.loss) else math.inf for each in answer.losses if judged}
     return StepReport(
         overflowed=answer.overflowed,
         unit_norms_sq=answer.unit_norms_sq,

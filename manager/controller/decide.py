@@ -121,7 +121,7 @@ def _take_all(transition: Transition, events: Sequence[Single | AnsweredAlike]) 
 
 
 def _runs(events: Sequence[Single | AnsweredAlike]) -> Iterator[Single | dict[WorkerId, Answer]]:
-    """Yield each event, with consecutive answers of different workers grouped together."""
+    """Yield the events in order; consecutive answers of different workers are one dict."""
     answers: dict[WorkerId, Answer] = {}
     for event in events:
         workers = event.workers if isinstance(event, AnsweredAlike) else ()
@@ -172,7 +172,7 @@ def _on_worker_lost_at_start(transition: Transition, event: WorkerLost) -> None:
 
 
 def _stop_later(transition: Transition, event: StopRequested) -> None:
-    if transition.state.provisioning.gives_up:  # after a stop by the user the run does not rest
+    if transition.state.provisioning.gives_up:  # the user's stop replaces giving up, after which the run would rest
         transition.change_provisioning(gives_up=None)
         transition.change(stop_reason=None)
     if transition.state.stop_reason is not None:
@@ -199,7 +199,7 @@ def _ignored(sentence: str) -> Handler:
     return lambda transition, event: transition.say(ReasonCode.IGNORED, sentence.format(event.kind))
 
 
-_nobody_trains = _ignored("no shape trains: these compute times are late")
+_nobody_trains = _ignored("no shape trains: these compute times came too late")
 _no_pre_copy = _ignored("nothing is pre-copied any more")
 _ending = _ignored("the run is ending: {} changes nothing")
 

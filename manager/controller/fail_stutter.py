@@ -12,11 +12,11 @@ from morph.contract.messages import WorkerId
 from morph.contract.rules import StutterRules
 
 NORMAL_MAD = 1.4826  # the median absolute deviation of a normal distribution, times this, is its standard deviation
-MEDIAN_ERROR = 1.2533  # standard error of a normal sample's median over that of its mean
+MEDIAN_ERROR = 1.2533  # standard error of the median of a normal sample, divided by that of its mean
 LOADED_RATIO = 1.5
-"""The least ratio of a slow worker where all workers wait for cores at least as long as they compute."""
+"""The smallest ratio that counts as slow when all workers wait for cores at least as long as they compute."""
 PEERS = 3
-"""The number of workers from which the spread by chance can be estimated."""
+"""The smallest number of workers from which the random spread can be estimated."""
 SMALL_SAMPLE = {3: 1.495, 4: 1.363, 5: 1.206, 6: 1.2, 7: 1.14, 8: 1.129, 9: 1.107}
 """Factors that correct the median absolute deviation of few values (Croux and Rousseeuw 1992)."""
 
@@ -50,7 +50,7 @@ class Judgement(NamedTuple):
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the robust standard deviation of some values, 0 for one; for few values it is corrected upwards."""
+    """Return the robust standard deviation of some values; 0 for one value."""
     middle = statistics.median(values)
     return NORMAL_MAD * statistics.median(abs(value - middle) for value in values)
 
@@ -70,9 +70,9 @@ def judge(
     """Judge workers that do the same work by the median compute time (seconds) of each over a window of micro-batches.
 
     Three or more are compared with their median, and a slow one must lie some robust deviations (median absolute
-    deviation) above it; the slower of two is compared with the faster, a single one with ``expected``. The excess must
-    also be some standard errors (``errors_s``). ``waited_s``, the time that all of them waited for cores, counts in the
-    ratio, which must then be clearer, up to ``LOADED_RATIO``.
+    deviation) above it; the slower of two is compared with the faster, and one alone with ``expected``. The excess must
+    also be some standard errors (``errors_s``). ``waited_s``: the time that all of them waited for cores. It is added
+    to both times of a ratio, and raises the ratio that counts as slow, up to ``LOADED_RATIO``.
     """
     values = sorted(medians_s.values())
     spread_s = measure_error_s = 0.0
@@ -88,7 +88,7 @@ def judge(
     if reference_s <= 0:
         return {}
     return {
-        worker: _is_judged(
+        worker: _judgement(
             value, reference_s, max(spread_s, math.hypot(errors_s.get(worker, 0.0), measure_error_s)), rules, waited_s
         )
         for worker, value in medians_s.items()
@@ -96,14 +96,14 @@ def judge(
 
 
 def usual(ratios: Sequence[float]) -> Usual | None:
-    """Return how workers compare with the profile, by the ratios of their times to it; None: too few, or too unlike."""
+    """Return how workers compare with the profile, by the ratios of their times to it; None: too few workers."""
     count = len(ratios)
     if count < PEERS:
         return None
     return Usual(statistics.median(ratios), spread(ratios) * SMALL_SAMPLE.get(count, count / (count - 0.8)))
 
 
-def _is_judged(value_s: float, reference_s: float, spread_s: float, rules: StutterRules, waited_s: float) -> Judgement:
+def _judgement(value_s: float, reference_s: float, spread_s: float, rules: StutterRules, waited_s: float) -> Judgement:
     ratio = (value_s + waited_s) / (reference_s + waited_s)
     least = rules.ratio + max(0.0, LOADED_RATIO - rules.ratio) * min(1.0, waited_s / reference_s)
     slow = ratio >= least and value_s - reference_s >= rules.deviations * spread_s

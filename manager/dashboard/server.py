@@ -109,7 +109,7 @@ class _Server:
             [
                 (r"/", _Page, known),
                 (r"/page.js", _Script, known),
-                (r"/api/run", _Run, known),
+                (r"/api/run", _Snapshot, known),
                 (r"/metrics", _Metrics, known),
             ],
             default_handler_class=_Nothing,
@@ -202,7 +202,7 @@ class _Script(_Guarded):
         self.finish(b'"use strict";\n' + palette.encode() + b"\n" + _asset("page.js"))
 
 
-class _Run(_Guarded):
+class _Snapshot(_Guarded):
     def get(self) -> None:
         self.finish(snapshot(self.run))
 

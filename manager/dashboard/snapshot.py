@@ -28,7 +28,7 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
             "loss": run.loss,
             "metrics": dict(run.metrics),
             "learning_rates": run.learning_rates,
-            "evaluations": [one.model_dump() for one in run.fold.evaluations.all()[-MOST_EVALUATIONS:]],
+            "evaluations": [evaluation.model_dump() for evaluation in run.fold.evaluations.all()[-MOST_EVALUATIONS:]],
             "examples_per_s": run.examples_per_s,
             "start_s": run.start_s,
             "time_s": run.time_s,

@@ -67,8 +67,8 @@ def sweep() -> None:
     """Remove this user's folders that no process holds any more; other files are left alone."""
     for folder in chain.from_iterable(Path(place).glob(f"{PREFIX}*") for place in _places()):
         with suppress(OSError):  # another user's, not Morph's, held, or just gone
-            found = folder.lstat()
-            if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and (folder / LOCK).is_file():
+            status = folder.lstat()
+            if stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid() and (folder / LOCK).is_file():
                 descriptor = _lock(folder / LOCK, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if all(_is_rays(user) and _end(user) for user in _users(folder)):
                     remove(folder)

@@ -107,8 +107,8 @@ def fetch(
                 raise HttpFailed(f"{_where(url)}: the answer is longer than {MAX_BODY_BYTES} bytes")
         if response.length:
             raise HttpFailed(f"{_where(url)}: the answer ends {response.length} bytes early")
-        found = {key.lower(): value for key, value in response.getheaders()}
-        return HttpAnswer(response.status, found, bytes(received))
+        received_headers = {key.lower(): value for key, value in response.getheaders()}
+        return HttpAnswer(response.status, received_headers, bytes(received))
     except TimeoutError as error:
         raise HttpFailed(f"{_where(url)}: no answer within {timeout_s:g} s") from error
     except (OSError, http.client.HTTPException) as error:

@@ -1,7 +1,7 @@
 """The injector: preempts VMs of a running run according to a model of lives, until the run ends.
 
-It sends requests to the run's manager from another process on its machine. The manager's socket is next to the one at
-which a successor would find the VMs, and answers only its own user and root.
+It runs in another process on the manager's machine, and sends requests to a socket of the manager, which answers only
+the manager's user and root. This socket is beside the one at which another manager would find the VMs.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Injection:
 def ask(run_dir: Path, requested: PreemptionRequest) -> PreemptionAnswer | None:
     """Send a request, and wait at most ``ANSWER_TIMEOUT_S`` for the answer; None: the manager does not answer now.
 
-    It does not answer while it starts, and while the run resumes from a checkpoint. NotRunning if the run has no
+    It does not answer while it starts, or while the run resumes from a checkpoint. NotRunning if the run has no
     manager, RunDirError if it belongs to another user.
     """
     holder = living_holder_of(run_dir)
@@ -83,11 +83,11 @@ def first_answer(run_dir: Path, requested: PreemptionRequest, say: Callable[[str
 def inject(
     run_dir: Path, injection: Injection, make_lives: Callable[[float], Lives], say: Callable[[str], None]
 ) -> str:
-    """Preempt VMs; blocks until the run or the last life is over, or enough were taken. Returns which, as a sentence.
+    """Preempt VMs; blocks until the run or the model is over, or ``count`` VMs were taken. Return which, as a sentence.
 
-    The manager finishes what it has begun, even if this is interrupted. ``make_lives``: makes the model that determines
-    when VMs are taken, given its first moment on the run's clock. ``say``: called with a line for each VM that is
-    taken or spared. Errors: see ``ask``.
+    If this is interrupted, the manager still finishes preemptions that it has begun. ``make_lives``: makes the model of
+    when VMs are taken, given the time on the run's clock at which it begins. ``say``: called with a line for each VM
+    that is taken or spared. Errors: see ``ask``.
     """
     answer = first_answer(run_dir, PreemptionRequest(), say)
     say(f"VMs that may be taken now: {len(answer.vms)}; {injection.why}")
@@ -129,5 +129,5 @@ def planned_line(taken: Change, now_s: float) -> str:
 def _over(run_dir: Path) -> str:
     """Return why a run has no manager; if the file for a successor still exists, the manager was killed."""
     if (run_dir / ATTACHMENT).exists():
-        return "the run's manager was killed: once another one continues the run, this command can be given again"
+        return "the run's manager was killed: once another manager continues the run, repeat this command"
     return "the run has ended"

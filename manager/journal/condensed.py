@@ -91,7 +91,7 @@ class Tail:
 
 
 class Keeper(Protocol):
-    """Follows the lines appended to a journal, and condenses them."""
+    """Follows the lines appended to a journal, and condenses them: ``Condenser``, whose module imports this one."""
 
     @property
     def num_taken(self) -> int:

@@ -166,7 +166,7 @@ def _marks(values: Sequence[object]) -> str:
 def _without_digests(connection: sqlite3.Connection) -> list[str]:
     """Return the tables of a file whose rows have no digests, because an older version made it."""
     columns = {table: connection.execute(f"PRAGMA table_info({table})").fetchall() for table in _WITH_DIGESTS}
-    return [table for table, found in columns.items() if found and "digest" not in [column[1] for column in found]]
+    return [table for table, rows in columns.items() if rows and "digest" not in [column[1] for column in rows]]
 
 
 class Journal:
@@ -364,7 +364,7 @@ class Journal:
             entries = self._one_by_one(query, after, last, strict=strict)
         kept = (entry for data, digest, *at in packs for entry in unpacked_lines(data, digest, str(self._path), *at))
         return heapq.merge(
-            (one for one in kept if after < one.sequence <= last), entries, key=lambda entry: entry.sequence
+            (line for line in kept if after < line.sequence <= last), entries, key=lambda entry: entry.sequence
         )
 
     def tail(self, after: int = 0, kinds: Sequence[str] = (), *, rows: bool = False, most: int = -1) -> Tail:
@@ -436,8 +436,8 @@ class Journal:
 
     def first_line(self) -> Entry | None:
         """Return the oldest line, which is never condensed."""
-        found = self._entries(f"{self._provable} ORDER BY sequence LIMIT 1")
-        return found[0] if found else None
+        entries = self._entries(f"{self._provable} ORDER BY sequence LIMIT 1")
+        return entries[0] if entries else None
 
     def last_config(self, before: int | None = None) -> Entry | None:
         """Return the line that began the last session; ``before``: the session that contains this line."""

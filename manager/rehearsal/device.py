@@ -183,5 +183,5 @@ def _reduce_curve(profile: Profile, times_ns: Callable[[int, Floats], Ints], rin
     bends = {float(entry.size_bytes) for entry in profile.all_reduce}
     bends |= {float(entry.size_bytes * ring_size) for entry in sent}
     sizes = sorted({1.0, *(size for size in bends if size > 0), _FAR_BYTES})
-    found = times_ns(ring_size, np.array(sizes))
-    return Curve(sizes_bytes=tuple(sizes), times_s=tuple(float(time_ns) / 1e9 for time_ns in found))
+    measured_ns = times_ns(ring_size, np.array(sizes))
+    return Curve(sizes_bytes=tuple(sizes), times_s=tuple(float(time_ns) / 1e9 for time_ns in measured_ns))

@@ -101,7 +101,7 @@ def _drain_s(spec: RehearsalSpec, plan: Plan) -> float:
     types = {stage.node_type for stage in plan.stages}
     profiles = [of_pool_type(spec.profile, name) for name in types]
     m = plan.micro_batch_size
-    return max(1e-6, min(sum(each.backward[m].median_s for each in one.sections) for one in profiles))
+    return max(1e-6, min(sum(each.backward[m].median_s for each in profile.sections) for profile in profiles))
 
 
 def _rounded_up(value: float) -> float:
@@ -150,8 +150,8 @@ def plan_rehearsal(spec: RehearsalSpec) -> Planned:
         profile = stretched(spec.profile, scales.time)
         return Planned(spec, scales, profile, plan_shape(spec, profile))
     trace = spec.trace.from_first_event()
-    each = [choose_scales(spec, plan, num_cores) for plan in _plans_for(spec, trace, spec.profile).values()]
-    scales = Scales(max(one.time for one in each), min(one.message for one in each), each[0].state)
+    chosen = [choose_scales(spec, plan, num_cores) for plan in _plans_for(spec, trace, spec.profile).values()]
+    scales = Scales(max(each.time for each in chosen), min(each.message for each in chosen), chosen[0].state)
     spec, profile = replace(spec, trace=trace.scaled(scales.time)), stretched(spec.profile, scales.time)
     plans = _plans_for(spec, trace, profile)
     return Planned(spec, scales, profile, plan_shape(spec, profile, _first_of(spec, trace, plans)), plans)

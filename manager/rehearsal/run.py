@@ -68,8 +68,8 @@ def rehearse_changes(
     _run(planned, run_dir, (measured, load, changes, observe), temporary=temporary, attend=attend)
     return Rehearsal(
         plans=tuple(
-            _rehearsed(replace(planned, simulation=plan_shape(planned.spec, planned.profile, one.only)), one, load)
-            for one in measured.by_plan()
+            _rehearsed(replace(planned, simulation=plan_shape(planned.spec, planned.profile, part.only)), part, load)
+            for part in measured.by_plan()
         ),
         changes=tuple(changes.formed.values()),
         lost=tuple(changes.lost),
@@ -80,8 +80,8 @@ def rehearse_changes(
 def digest_of(run_dir: RunDir) -> str:
     """Return sha256 of all parameters and optimizer states in a run's newest checkpoint."""
     manifest = read_manifest(run_dir.checkpoint_url, complete_versions(run_dir.checkpoint_url)[-1])
-    told = "".join(sorted(f"{entry.unit} {entry.sha256}\n" for entry in manifest.units))
-    return hashlib.sha256(told.encode()).hexdigest()
+    lines = "".join(sorted(f"{entry.unit} {entry.sha256}\n" for entry in manifest.units))
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _num_left(planned: Planned, run_dir: RunDir) -> int:

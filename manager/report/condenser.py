@@ -55,7 +55,7 @@ class Condenser:
     def take(self, line: JournalLine) -> None:
         fold, self._last = self.fold, (line.sequence, line.time_s)
         was_open, num_decided = fold.morphs.open is not None, fold.figures.num_decided
-        self.noted += [one for one in fold.step(line) if not (isinstance(one.record, Told) and one.record.routine)]
+        self.noted += [each for each in fold.step(line) if not (isinstance(each.record, Told) and each.record.routine)]
         if isinstance(line.says, Fact) and line.says.name == VM_KILLED:
             self._killed = True  # the change of shape begins with the next lines
         if isinstance(line.says, Decided):

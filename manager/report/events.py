@@ -27,7 +27,7 @@ from manager.report.values import MorphRecord
 from morph.contract.base import Value
 from morph.contract.messages import NamedSamples, Prepared
 from morph.contract.vm_names import vm_of
-from morph.words import counted, numbers_told
+from morph.words import counted, listed
 
 MOST_NAMES = 4
 MOST_SAMPLES = 4096
@@ -196,7 +196,7 @@ def _facts_of(event: Event) -> Iterator[tuple[str, str]]:
             if detail:
                 yield "granted", detail
         case WorkerAnswered(answer=Prepared(named=NamedSamples() as named)):
-            numbers = numbers_told(named.samples, MOST_SAMPLES)
+            numbers = listed(named.samples, MOST_SAMPLES)
             yield "samples", f"the samples of step {named.step}: {numbers}"
 
 

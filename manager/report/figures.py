@@ -34,7 +34,7 @@ from manager.controller.state.state import Phase
 from manager.journal.condensed import Column
 from manager.journal.records import DIED_WITH_MANAGER, SESSION_OVER, DecisionRecord, Fact
 from manager.report.steps import Cost, SetBack, Step, StepRecord
-from manager.report.values import EvaluationRecord, RunOver, Saved, SessionBegun, ShapeLeft, ShapeSpan, VmCount
+from manager.report.values import EvaluationRecord, Saved, SessionBegun, SessionOver, ShapeLeft, ShapeSpan, VmCount
 from morph.contract.decided import Decided, LossScale
 from morph.contract.happenings import Trouble
 from morph.contract.messages import Committed, Evaluation, Prepared, ReshapeOrder, WorkerReady
@@ -211,7 +211,7 @@ class Figures:
                 case Finish():
                     self.finish = action
                     over = action.model_dump(include={"outcome", "sentence", "rests", "at_limit"})
-                    ends.append(RunOver(version=seen.record.version, **over))
+                    ends.append(SessionOver(version=seen.record.version, **over))
         self.over += ends
 
     def _trouble(self, seen: Seen, kind: Literal["setup_failed", "bad_step"], sentence: str) -> None:

@@ -44,9 +44,9 @@ from manager.report.steps import SetBack, Step, steps_in
 from manager.report.values import (
     EvaluationRecord,
     MorphRecord,
-    RunOver,
     Saved,
     SessionBegun,
+    SessionOver,
     ShapeLeft,
     ShapeSpan,
     VmCount,
@@ -65,7 +65,7 @@ RECORDS: dict[str, type[Value]] = {
     "set_back": SetBack,
     "saved": Saved,
     "trouble": Trouble,
-    "over": RunOver,
+    "over": SessionOver,
     "life": Life,
     "event": Told,
 }
@@ -157,7 +157,7 @@ class Fold:
         noted = [*self.figures.over, *self.morphs.over, *self.lives.over, *events]
         for over in (self.figures.over, self.morphs.over, self.lives.over):
             over.clear()
-        return [Noted(line.sequence, time_s, one) for one in noted]
+        return [Noted(line.sequence, time_s, record) for record in noted]
 
     def _take_fact(self, fact: Fact, time_s: float) -> None:
         self.figures.pass_time(time_s)
@@ -235,7 +235,7 @@ class FoldReader:
     def take(self, entry: Entry) -> list[Noted]:
         """Process one line; return what it adds."""
         line, self._after = self._lines.line(entry), entry.sequence
-        return [] if line is None else [one for one in self.fold.step(line) if isinstance(one.record, self._kinds)]
+        return [] if line is None else [item for item in self.fold.step(line) if isinstance(item.record, self._kinds)]
 
 
 def _folded_anew(journal: Journal, head: Head) -> Fold:
@@ -255,7 +255,7 @@ def _folded_anew(journal: Journal, head: Head) -> Fold:
         fold.step(line)
     _take_columns(fold, {name: column[at:] for name, column in steps.items()})
     figures, ledger = fold.figures, fold.ledger
-    known = [one.version for at, _, one in noted_in(saved) if at > session and isinstance(one, Saved)]
+    known = [each.version for at, _, each in noted_in(saved) if at > session and isinstance(each, Saved)]
     figures.checkpoint_version = max([*known, figures.checkpoint_version or 0]) or figures.checkpoint_version
     fold.evaluations, fold.milestones = EvaluationReader(), Milestones()
     for _, _, record in noted_in(journal.records("evaluation")):

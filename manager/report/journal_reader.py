@@ -73,17 +73,17 @@ def lives_in(journal: Journal) -> tuple[Life, ...]:
 def lives_of(fold: Fold, noted: Sequence[Noted]) -> tuple[Life, ...]:
     """Return the lives of all VMs: those that ended, of ``noted``, and the open ones, of ``fold``, which is spent."""
     fold.lives.end_all(fold.lives.last_s)
-    return together([*(one.record for one in noted if isinstance(one.record, Life)), *fold.lives.over])
+    return together([*(item.record for item in noted if isinstance(item.record, Life)), *fold.lives.over])
 
 
 def _report(fold: Fold, noted: Sequence[Noted], condensed: Condensed, source: str) -> RunReport:
     config, figures = fold.config, fold.figures
     if config is None:
         raise RunDirError("its journal holds no run", source=source)
-    records = [one.record for one in noted]
-    newer = [one for one in records if isinstance(one, Step)]
-    steps = Steps(condensed, newer, [one for one in records if isinstance(one, SetBack)])
-    evaluations = {one.version: one for one in records if isinstance(one, EvaluationRecord)}
+    records = [item.record for item in noted]
+    newer = [record for record in records if isinstance(record, Step)]
+    steps = Steps(condensed, newer, [record for record in records if isinstance(record, SetBack)])
+    evaluations = {record.version: record for record in records if isinstance(record, EvaluationRecord)}
     finish = figures.finish
     return RunReport(
         job=config.job,
@@ -98,18 +98,18 @@ def _report(fold: Fold, noted: Sequence[Noted], condensed: Condensed, source: st
         num_sessions=figures.num_sessions,
         shapes=_shapes(
             figures,
-            [one for one in records if isinstance(one, ShapeSpan)],
-            [one for one in records if isinstance(one, ShapeLeft)],
+            [record for record in records if isinstance(record, ShapeSpan)],
+            [record for record in records if isinstance(record, ShapeLeft)],
             steps,
         ),
-        morphs=(*(one for one in records if isinstance(one, MorphRecord)), *fold.morphs.all()),
+        morphs=(*(record for record in records if isinstance(record, MorphRecord)), *fold.morphs.all()),
         steps=steps,
         steps_redone=figures.num_redone,
         first_loss=figures.first_loss,
         last_loss=figures.last_loss,
         evaluations=tuple(evaluations[version] for version in sorted(evaluations)),
         account=fold.ledger.account(),
-        vms=tuple(one for one in records if isinstance(one, VmCount)),
+        vms=tuple(record for record in records if isinstance(record, VmCount)),
         correction=None if config.shares_cores else _of_type(figures.correction, config.node_type),
         next_save=None if finish else figures.next_save,
     )
@@ -137,7 +137,7 @@ def _shapes(
 
 
 def _of_type(correction: Correction | None, node_type: str) -> Correction | None:
-    """Return the correction; if all GPUs were of one named type, return it as the correction of this type alone."""
+    """Return the correction; if all GPUs were of record named type, return it as the correction of this type alone."""
     if correction is None or not node_type:
         return correction
     return correction.model_copy(update={"types": {node_type: correction}})

@@ -128,15 +128,15 @@ def training_figure(report: RunReport) -> Figure | None:
                 panel.margins(y=0.08)
                 for number, (label, values) in enumerate(of_steps.items()):
                     points = [
-                        (one.step if by_step else one.decided_at_s - report.start_s, value)
-                        for one, value in zip(steps, values, strict=True)
+                        (record.step if by_step else record.decided_at_s - report.start_s, value)
+                        for record, value in zip(steps, values, strict=True)
                         if value is not None
                     ]
                     if points:
                         colour = MEASURED if number == len(of_steps) - 1 else QUIET
                         panel.plot(*zip(*points, strict=True), color=colour, linewidth=1.6, label=label)
                 _draw_evaluations(panel, report, of_versions, by_step=by_step)
-                for morph in (one for one in report.morphs if not one.planned):
+                for morph in (morph for morph in report.morphs if not morph.planned):
                     ends_s = (morph.began_s, morph.resumed_at_s or morph.began_s)
                     span = (morph.version,) * 2 if by_step else [end_s - report.start_s for end_s in ends_s]
                     panel.axvspan(*span, color=UNPLANNED, alpha=0.35, linewidth=1, label=LOST)
@@ -202,7 +202,9 @@ def _of_steps(report: RunReport, prices: Prices | None) -> Sequence[Point]:
 def _after_losses(report: RunReport, points: Sequence[Point]) -> list[Point]:
     """Return the first point after each loss of VMs."""
     rows = {
-        bisect_right(points, float(one.version), key=lambda point: point[0]) for one in report.morphs if not one.planned
+        bisect_right(points, float(morph.version), key=lambda point: point[0])
+        for morph in report.morphs
+        if not morph.planned
     }
     return [points[row] for row in sorted(rows) if row < len(points)]
 
@@ -353,7 +355,7 @@ def _draw_loss(panel: Axes, report: RunReport) -> None:
     lost = [(time_s, loss) for time_s, loss, redone in points if redone]
     if kept:
         panel.plot(*zip(*kept, strict=True), color=LOSS, linewidth=1.6, label="loss of each step")
-    _draw_evaluations(panel, report, {one.version: one.loss for one in report.evaluations})
+    _draw_evaluations(panel, report, {evaluation.version: evaluation.loss for evaluation in report.evaluations})
     if lost:
         panel.plot(
             *zip(*lost, strict=True), "o", mfc="none", color=UNPLANNED, ms=6, label="lost, and run again", clip_on=False

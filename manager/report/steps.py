@@ -250,8 +250,8 @@ class Steps(Sequence[StepRecord]):
     @overload
     def __getitem__(self, index: slice) -> list[StepRecord]: ...
     def __getitem__(self, index: int | slice) -> StepRecord | list[StepRecord]:
-        found = self.rows(np.atleast_1d(np.arange(len(self))[index]))
-        return found if isinstance(index, slice) else found[0]
+        records = self.rows(np.atleast_1d(np.arange(len(self))[index]))
+        return records if isinstance(index, slice) else records[0]
 
     def __iter__(self) -> Iterator[StepRecord]:
         return iter(self.rows(np.arange(len(self))))

@@ -146,7 +146,7 @@ class Saved(Value):
     version: int
 
 
-class RunOver(Value):
+class SessionOver(Value):
     """A record: the run, or its session, has ended at this version. ``rests``, ``at_limit``: see ``Finish``."""
 
     version: int

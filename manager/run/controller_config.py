@@ -61,11 +61,11 @@ def memory_of(
     num_vms: int | None = None,
     devices: Callable[[], Sequence[CudaDevice]] = cuda_devices,
 ) -> VmMemory:
-    """Return the memory of one worker, for the planner: as set in the cluster file, else a share of this machine's.
+    """Return one worker's memory, for the planner: as the cluster file sets it, else a share of this machine's.
 
     ``profile``: has the host memory of a provider's VMs. ``num_vms``: the largest number of VMs at one time; None: as
-    set in the cluster file. ``devices``: lists this machine's CUDA devices, if local VMs use them; ConfigError if they
-    are to use them, and there are none.
+    the cluster file sets it. ``devices``: lists this machine's CUDA devices. ConfigError: local VMs are to use CUDA,
+    and this machine has no such device.
     """
     known_host = None if profile is None else profile.environment.host_memory_bytes
     if not isinstance(vms, LocalVms):
@@ -91,13 +91,13 @@ def controller_config(
 ) -> ControllerConfig:
     """Plan for all workers that the trace or ``vms.keep`` can bring, and gather what the controller needs.
 
-    ``request`` has: P of every shape (the run waits while there are fewer workers); the largest D (fewer workers form
-    fewer pipelines, further ones stand by); m of all plans, which a resumed run keeps; schedule and recompute.
-    ``offers``: the types of GPU, if the cluster file names any; there is a plan for every pool of several types, each
-    with the memory that the profile gives, if it gives it for all types, else that of the cluster file. ``num_beyond``:
-    how many more workers may come if the last VM has several devices. ``devices``: lists CUDA devices, if local VMs use
-    them. PlanError: not even all VMs together can run the job, or form the requested shape; or a type is not in the
-    profile. TraceError: a VM of the trace has none of the types.
+    ``request``: P of every shape (the run waits while there are fewer workers); the largest D (fewer workers form
+    fewer pipelines, and further workers stand by); m of all plans, which a resumed run keeps; schedule and recompute.
+    ``offers``: the types of GPU, if the cluster file names any. With several types there is a plan for every pool of
+    them, with each type's memory in the profile or, unless the profile has it for all types, in the cluster file.
+    ``num_beyond``: how many more workers may come if the last VM has several devices. ``devices``: lists CUDA devices.
+    PlanError: all VMs together cannot run the job or form the requested shape, or the profile lacks a type. TraceError:
+    a VM of the trace has none of the types.
     """
     profiles = {offer.node_type: of_pool_type(profile, offer.node_type) for offer in offers}
     if len(offers) == 1:
@@ -137,7 +137,7 @@ def controller_config(
 
 
 def _most_vms(vms: Vms, trace: Trace, offers: Sequence[Offer], num_beyond: int) -> int | Pool:
-    """Return the largest number of VMs at one time, of each type if there are several; for these with those beyond."""
+    """Return the largest number of VMs at one time; with several types, of each type, with ``num_beyond`` more."""
     if len(offers) < 2:
         return max(trace.max_nodes, vms.keep or 0)
     names = [offer.node_type for offer in offers]
@@ -158,7 +158,7 @@ def _plans(profile: Profile, most_vms: int | Pool, num_beyond: int, request: Pla
         return by_pool
     plans = plan_table(profile, most_vms, request, most_replicas=most, unequal=True)
     if not plans or most is not None:
-        # raises an error, which says what is allowed, if there is no such shape
+        # if there is no such shape, this raises an error that says what is allowed
         plan(profile, request, num_gpus=most_vms, num_replicas=most)
     if not plans:
         raise PlanError("no plan fits", field="num_vms", value=most_vms)
@@ -189,7 +189,7 @@ def starting_from(
 ) -> ControllerConfig:
     """Return the same configuration, without planning again, for a session that may start from a checkpoint.
 
-    ``expected_losses``: those of VMs, until the run has observed its own. CheckpointError: it is of another model.
+    ``expected_losses``: of VMs, until the run has observed losses itself. CheckpointError: another model's checkpoint.
     """
     if checkpoint is not None:
         _check_fits(checkpoint, config)
@@ -219,7 +219,7 @@ def redundancy_line(
     memory_bytes: int | None,
     host_memory_bytes: int | None = None,
 ) -> str:
-    """Return how and why a run of this plan protects itself at first, with the losses expected of unknown VMs."""
+    """Return whether a run of this plan begins with followers, and why, as long as its VMs' losses are unknown."""
     if redundancy == "off" or not profile.units:
         return "followers: off"
     config = ControllerConfig(
@@ -238,8 +238,8 @@ def redundancy_line(
         Slot(worker=next(names[node]), stage=stage, replica=replica)
         for node, (stage, replica) in zip(nodes, best.places, strict=True)
     ]
-    found = redundancy_of(initial_state(config), best, slots, {}, 0.0)
-    return f"followers, {redundancy}: {found.told or 'replicas are enough'}"
+    chosen = redundancy_of(initial_state(config), best, slots, {}, 0.0)
+    return f"followers, {redundancy}: {chosen.told or 'replicas are enough'}"
 
 
 def _check_fits(checkpoint: Manifest, config: ControllerConfig) -> None:

@@ -116,13 +116,6 @@ class Inputs:
         """The known facts about the VMs: those that they have in common."""
         return NodeFacts(provider="local") if self.cloud is None else self.cloud.vm_kind
 
-    def check_device(self) -> None:
-        """Refuse a device of local VMs that this machine lacks; ConfigError names the cluster file."""
-        if isinstance(self.cluster.vms, LocalVms) and self.cluster.vms.device == "cuda":
-            from morph.runtime.device.devices import usable_device
-
-            usable_device("cuda", source=str(self.request.cluster))
-
     def config(self) -> ControllerConfig:
         """Plan, and build the controller's configuration; see ``controller_config``. Takes seconds for many VMs."""
         given = self.request

@@ -16,9 +16,9 @@ from manager.controller.steps.recovery import PAUSES
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.loop.lease import Lease, run_name, this_process
 from manager.engine.machines import attachment
-from manager.engine.machines.attachment import FoundRun, TakeoverFailed
+from manager.engine.machines.attachment import Takeover, TakeoverFailed
 from manager.engine.machines.provider_machines import Providing
-from manager.history.run_history import RunHistory
+from manager.history.vm_history import VmHistory
 from manager.host.environment import variables
 from manager.host.signals import stopping_on_signals
 from manager.journal.journal import LIMIT_S, patiently
@@ -61,7 +61,7 @@ def train(run: Prepared, show: Show, *, forever: bool = False) -> tuple[Finish, 
     """
     policy = run.inputs.cluster.policy
     restarts = Restarts(policy.give_up_after_s, tell, rest_at_most_s=policy.rules.wait.vms_patience_s)
-    history, finish = RunHistory(tell), None
+    history, finish = VmHistory(tell), None
     with ExitStack() as ending, RunDir(run.inputs.run_dir, run.facts) as opened:
         lease = _leased(run, opened, ending)
         sessions = _Sessions(run, opened, lease, history, restarts)
@@ -69,9 +69,11 @@ def train(run: Prepared, show: Show, *, forever: bool = False) -> tuple[Finish, 
             with Watchers(_watching(run, opened, forever=forever), tell):
                 while finish is None:
                     try:
-                        spec, found = sessions.next()
-                        with show(_live(run, opened, spec, found)) as observer:
-                            end: Finish | ClusterError = run_session(spec, opened, restarts, observer, found=found)
+                        spec, takeover = sessions.next()
+                        with show(_live(run, opened, spec, takeover)) as observer:
+                            end: Finish | ClusterError = run_session(
+                                spec, opened, restarts, observer, takeover=takeover
+                            )
                     except TakeoverFailed as error:
                         tell(f"this run cannot be taken over: {error}; going on from its newest checkpoint")
                         continue
@@ -126,10 +128,10 @@ def _watching(run: Prepared, opened: RunDir, *, forever: bool) -> tuple[Watching
         {"kind": "callback", "target": str(folder / target), "number": number}
         for number, target in enumerate(cluster.callbacks)
     ]
-    return tuple(Watching.model_validate(common | one) for one in kinds)
+    return tuple(Watching.model_validate(common | kind) for kind in kinds)
 
 
-def _live(run: Prepared, opened: RunDir, spec: SessionSpec, found: FoundRun | None) -> LiveRun:
+def _live(run: Prepared, opened: RunDir, spec: SessionSpec, takeover: Takeover | None) -> LiveRun:
     """Return what is known of the run at the beginning of a session."""
     inputs = run.inputs
     live = LiveRun(
@@ -138,8 +140,8 @@ def _live(run: Prepared, opened: RunDir, spec: SessionSpec, found: FoundRun | No
         inputs.profile.job.batch_size,
         run.prices,
     )
-    live.version = spec.config.initial_version if found is None else found.state.version
-    live.fold.ledger, live.takes_over = read_ledger(opened.path), found is not None
+    live.version = spec.config.initial_version if takeover is None else takeover.state.version
+    live.fold.ledger, live.takes_over = read_ledger(opened.path), takeover is not None
     return live
 
 
@@ -147,7 +149,7 @@ class _Sessions:
     """Describes a run's sessions: the first goes on with what still lives, any other from the newest checkpoint."""
 
     def __init__(
-        self, run: Prepared, opened: RunDir, lease: Lease | None, history: RunHistory, restarts: Restarts
+        self, run: Prepared, opened: RunDir, lease: Lease | None, history: VmHistory, restarts: Restarts
     ) -> None:
         self._run, self._opened, self._lease = run, opened, lease
         self._history, self._restarts = history, restarts
@@ -162,7 +164,7 @@ class _Sessions:
             self._wait(partial(write_name, opened.path, known_as))  # the provider tags VMs with it, to find them
             self._providing = cloud.providing(known_as, opened.path)
 
-    def next(self) -> tuple[SessionSpec, FoundRun | None]:
+    def next(self) -> tuple[SessionSpec, Takeover | None]:
         """Describe the next session, with the run that it takes over, if one lives whose manager was killed.
 
         The job is loaded, and the request stored in the run directory, once it is certain that no such run lives.
@@ -172,13 +174,13 @@ class _Sessions:
         if not self._has_looked:
             self._has_looked = True
             code = self._run.code.of(self._opened)
-            if (found := attachment.find_living(self._opened, self._command(code))) is not None:
+            if (takeover := attachment.find_living(self._opened, self._command(code))) is not None:
                 self._history.take_in(self._opened.path)
-                num_vms = len(found.vms) or len(found.state.workers)
+                num_vms = len(takeover.vms) or len(takeover.state.workers)
                 lives, them = ("lives", "it") if num_vms == 1 else ("live", "them")
                 of_run = f"{counted(num_vms, 'VM')} of this run {lives}"
-                tell(f"{of_run}: going on with {them} at version {found.state.version}")
-                return self._spec(code, found.state.config), found
+                tell(f"{of_run}: going on with {them} at version {takeover.state.version}")
+                return self._spec(code, takeover.state.config), takeover
         return self._from_newest_checkpoint(), None
 
     def _from_newest_checkpoint(self) -> SessionSpec:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -16,8 +16,7 @@ from manager.simulation.policies.morph import play_mix, play_morph
 from manager.simulation.policies.pipelines import play_pipelines
 from manager.simulation.policies.restart import play_restart
 from manager.simulation.spot.job import OneVmJob, SpotJob
-from manager.simulation.spot.outcome import PolicyOutcome
-from manager.simulation.spot.run_end import SpotPrices, Until
+from manager.simulation.spot.run_end import PolicyOutcome, SpotPrices, Until
 from morph.contract.errors import ConfigError
 from morph.contract.trace import Trace
 
@@ -34,15 +33,8 @@ OTHER_BATCHES = ("drop", "bamboo", "bamboo-lflb")
 MOST = {"restart": 10**9, "mix": 99}
 
 
-class Play(Protocol):
-    """Plays a job on a trace."""
-
-    def __call__(
-        self, job: SpotJob, trace: Trace, *, until: Until, seed: int, prices: SpotPrices | None, name: str
-    ) -> PolicyOutcome:
-        """Return the outcome."""
-
-
+Play = Callable[..., PolicyOutcome]
+"""Plays a job (``SpotJob``) on a trace; further arguments by name: ``until``, ``seed``, ``prices`` and ``name``."""
 POLICIES: Mapping[str, tuple[Play, str]] = {
     "morph": (
         play_morph,

@@ -131,8 +131,8 @@ class VmAgent:
         start = None
         with called(self._manager, self._secret, self._node, AGENT) as session:
             while start is None and not self._over.is_set():
-                told, is_all = self._told()
-                session.tell(told)
+                message, is_all = self._told()
+                session.tell(message)
                 start = self._hear(session.hear(TIMEOUT_S))
                 if start is None and is_all:
                     self._over.wait(EVERY_S)
@@ -146,12 +146,12 @@ class VmAgent:
         parts = [_read_from(path, kept) for path, kept in zip(files, self._kept, strict=True)]
         is_all = max(map(len, parts)) < MOST_BYTES
         encoded = [[kept, base64.b64encode(part).decode()] for kept, part in zip(self._kept, parts, strict=True)]
-        told = {"life": self._life, "code": code if is_all else None, "said": encoded[0], "output": encoded[1]}
-        return {"kind": "script", **told}, is_all
+        message = {"life": self._life, "code": code if is_all else None, "said": encoded[0], "output": encoded[1]}
+        return {"kind": "script", **message}, is_all
 
     def _hear(self, answer: dict[str, Any]) -> dict[str, Any] | None:
         """Return the start order that applies now."""
-        self._kept = [int(one) for one in answer["kept"]]
+        self._kept = [int(number) for number in answer["kept"]]
         if self._script is not None and answer["save"] > self._save:
             self._save = int(answer["save"])
             self._script.save(self._save)

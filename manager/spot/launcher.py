@@ -262,8 +262,8 @@ class Launcher:
         data = self._half + self._machines.said(self._vms[0])
         *lines, self._half = data.split(b"\n")
         for line in lines:
-            told = json.loads(line)
-            yield _EVENTS[told.pop("kind")](**told)
+            fields = json.loads(line)
+            yield _EVENTS[fields.pop("kind")](**fields)
 
 
 def _vms_of(nodes: Sequence[str]) -> tuple[str, ...]:

@@ -163,4 +163,4 @@ def _free_port() -> int:
 
 def _harmless(data: bytes) -> bytes:
     """Return a script's output in a form that is safe for a terminal: an attacker may control a VM."""
-    return re.sub(rb"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f]", lambda found: b"\\x%02x" % found[0][0], data)
+    return re.sub(rb"[\x00-\x07\x0b\x0c\x0e-\x1f\x7f]", lambda match: b"\\x%02x" % match[0][0], data)

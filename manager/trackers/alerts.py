@@ -1,6 +1,6 @@
 """Alerts for a run that needs attention: ``notify`` of the job file, by a webhook, a command, or both.
 
-A separate process reads the journal and sends one alert at a time: none pile up, and training never waits.
+A separate process reads the journal and sends one alert at a time, so training never waits for them.
 """
 
 from __future__ import annotations
@@ -40,17 +40,17 @@ AlertKind = Literal[
 HTTP_S, COMMAND_S = 5.0, 15.0
 TRY_AFTER_S = (0.0, 1.0, 2.0)
 AGAIN_S = 3600.0
-"""Seconds after which trouble of the same kind is reported again; trouble that is older than this is not reported."""
+"""Seconds. Trouble of the same kind is reported again after so long; older trouble is not reported."""
 AT_MOST = 20
 """The largest number of alerts in ``AGAIN_S``."""
 
 
 class Alerts(Sink):
-    """Reports trouble; what it has reported is stored in ``RUN_DIR/trackers/notify.json``.
+    """Reports trouble. ``RUN_DIR/trackers/notify.json`` keeps what has been reported.
 
     ``notify``: where and when to send alerts. ``budget_usd``: the limit of the run's cost; None: no limit. ``say``:
-    reports a failed alert to the manager, without secrets. ``clock``: returns seconds since 1970. ``forever``: another
-    manager follows this one, unless the user or a limit ends it.
+    reports a failed alert to the manager, without secrets. ``clock``: returns seconds since 1970. ``forever``: if the
+    manager ends, another one takes its place, unless the user or a limit ended the run.
     """
 
     def __init__(
@@ -91,20 +91,20 @@ class Alerts(Sink):
             self._stopped = False
             self._look_at_budget(happening)
         elif isinstance(happening, Trouble) and is_new:
-            if not (self._is_down and happening.kind == "setup_failed"):  # this trouble is known to last
+            if not (self._is_down and happening.kind == "setup_failed"):  # that was reported, and continues
                 self._alert(happening.kind, happening.sentence)
         elif isinstance(happening, RunEnded):
             self._ended(happening, is_new=is_new)
 
     def flush(self) -> None:
-        """See ``Sink.flush``: also report that no step was decided for too long."""
+        """See ``Sink.flush``; also report if no step was decided for too long."""
         passed_min = (self._clock() - self._trained_s) / 60
         if not self._over and not self._stopped and passed_min >= self._notify.stopped_min:
             self._stopped = True
             self._alert("training_stopped", f"no step was decided for {passed_min:.0f} minutes", stopped=True)
 
     def _ended(self, end: RunEnded, *, is_new: bool) -> None:
-        """Report the end; a run that retries by itself is reported once, however often it fails until it trains."""
+        """Report the end. If the run retries by itself, only the first of its failures in a row is reported."""
         by_user = end.outcome == "finished" or end.sentence.startswith(BY_USER)
         again = end.rests or (self._forever and not by_user and not end.at_limit)
         self._over, self._stopped = not end.rests, self._stopped or again
@@ -116,18 +116,18 @@ class Alerts(Sink):
 
     @property
     def _is_down(self) -> bool:
-        """Whether it was reported that the run has ended and retries."""
+        """Whether it was reported that the run has ended and will retry."""
         return bool(self._noted.known.get("down"))
 
     def manager_gone(self) -> None:
-        """Note that the manager vanished without an end in the journal."""
+        """Handle that the manager is gone, although the journal has no end of the run."""
         if self._over:
             return
         if not self._forever:
             self._alert("manager_gone", f"the run's manager is gone; to go on: morph resume {self._run_dir}")
         elif not self._is_down:
             self._stopped = True
-            sentence = "the run's manager is gone; another one goes on by itself (--forever)"
+            sentence = "the run's manager is gone; another one will continue the run (--forever)"
             self._alert("manager_gone", sentence, stopped=True, down=True)
 
     def _look_at_budget(self, step: StepDone) -> None:
@@ -137,7 +137,7 @@ class Alerts(Sink):
         self._alert("budget", f"{step.dollars:.2f} of {most:g} dollars are spent (vms.limits.budget_usd)", budget=True)
 
     def _alert(self, kind: AlertKind, sentence: str, **noted: object) -> None:
-        """Send an alert, unless the same one or too many were sent lately; store it first, so that it is sent once."""
+        """Send an alert once (it is stored first), unless the same alert or too many alerts were sent lately."""
         now_s = self._clock()
         sent = [(name, at_s) for name, at_s in self._noted.known.get("told", []) if now_s - at_s < AGAIN_S]
         repeats = any(name == kind for name, _ in sent) and kind in ("setup_failed", "bad_step", "not_saved")
@@ -175,7 +175,7 @@ class Alerts(Sink):
 
 
 def _post(url: str, content: bytes) -> str:
-    """Post an alert, with retries if they may help; return the error without the URL, which is secret."""
+    """Post an alert, and retry if that may help; return the error, if any, without the URL, which is secret."""
     wrong = ""
     for pause_s in TRY_AFTER_S:
         time.sleep(pause_s)
@@ -196,7 +196,7 @@ def _post(url: str, content: bytes) -> str:
 
 
 def _run(command: tuple[str, ...], content: bytes) -> str:
-    """Run the command and return its error. At the end, all processes that it has started are ended too."""
+    """Run the command and return its error, if any; then end all processes that the command has started."""
     try:
         with subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=sys.stderr, stderr=sys.stderr, start_new_session=True
@@ -214,7 +214,7 @@ def _run(command: tuple[str, ...], content: bytes) -> str:
 
 
 def webhook_variables(notify: Notify) -> dict[str, str]:
-    """Return the environment variable of the webhook, for the process."""
+    """Return the environment variable of the webhook, which the process of alerts gets."""
     name = (notify.webhook or "").removeprefix("$")
     return {name: os.environ[name]} if (notify.webhook or "").startswith("$") else {}
 
@@ -227,7 +227,7 @@ def _is_url(text: str) -> bool:
     try:
         parts = urlsplit(text)
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-    except ValueError:  # a wrong port, or brackets
+    except ValueError:  # a wrong port, or unpaired brackets
         return False
 
 

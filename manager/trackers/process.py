@@ -32,7 +32,7 @@ from manager.trackers.sinks import Callback, CallbackFailed, MlFlow, Sink, Tenso
 from morph.contract.base import Value
 from morph.contract.cluster import Notify
 from morph.contract.errors import RunDirError
-from morph.contract.files import locked
+from morph.file_lock import locked
 
 POLL_S = 0.5
 LINES_AT_ONCE = 500

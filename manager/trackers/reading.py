@@ -13,9 +13,9 @@ from manager.report.steps import Step
 from manager.report.values import (
     EvaluationRecord,
     MorphRecord,
-    RunOver,
     Saved,
     SessionBegun,
+    SessionOver,
     ShapeSpan,
 )
 from morph.contract.happenings import (
@@ -28,7 +28,7 @@ from morph.contract.happenings import (
     Trouble,
 )
 
-_KINDS = (SessionBegun, ShapeSpan, MorphRecord, EvaluationRecord, Saved, Trouble, RunOver, Step)
+_KINDS = (SessionBegun, ShapeSpan, MorphRecord, EvaluationRecord, Saved, Trouble, SessionOver, Step)
 _SHORTEST_S = 60.0
 """Seconds. A shorter interval between checkpoints counts as this, so that a slightly late save is not called missed."""
 
@@ -89,7 +89,7 @@ class HappeningsReader:
                 yield self._changed(self._span, self._version, time_s, record.pause_ms / 1e3, morph_line(record))
             elif isinstance(record, Trouble):
                 yield record
-            elif isinstance(record, RunOver) and not self._over:
+            elif isinstance(record, SessionOver) and not self._over:
                 self._over = True
                 yield RunEnded(step=record.version, time_s=time_s, **record.model_dump(exclude={"version"}))
         if noted:

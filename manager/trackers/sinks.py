@@ -204,8 +204,8 @@ class WeightsAndBiases(Sink):
         elif isinstance(happening, EvaluationDone):
             self._told = self._told._replace(evaluated=happening.step)
         if numbers:
-            told = {"step_done": self._told.step, "evaluated": self._told.evaluated}
-            self._run.log({"step": happening.step, **numbers, **told})
+            progress = {"step_done": self._told.step, "evaluated": self._told.evaluated}
+            self._run.log({"step": happening.step, **numbers, **progress})
 
     def flush(self) -> None:
         if (self._told.step, self._told.evaluated) != tuple(map(self._noted.known.get, ("step_done", "evaluated"))):
@@ -234,8 +234,8 @@ class MlFlow(Sink):
         if run_id is None:
             name = os.environ.get("MLFLOW_EXPERIMENT_NAME") or self._job
             experiment = self._client.get_experiment_by_name(name)
-            found = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
-            run_id = self._client.create_run(found, run_name=self._run_dir.name).info.run_id
+            experiment_id = self._client.create_experiment(name) if experiment is None else experiment.experiment_id
+            run_id = self._client.create_run(experiment_id, run_name=self._run_dir.name).info.run_id
             self._noted.note(id=run_id)
         self._id: str = run_id
         known = self._client.get_run(run_id).data.metrics
@@ -285,8 +285,8 @@ class Callback(Sink):
         module = importlib.util.module_from_spec(spec)
         sys.modules[spec.name] = module
         spec.loader.exec_module(module)
-        found = getattr(module, name)
-        self._object = found() if isinstance(found, type) else found
+        handler = getattr(module, name)
+        self._object = handler() if isinstance(handler, type) else handler
         if not any(hasattr(self._object, method) for method in METHODS.values()):
             raise TypeError(f"{name} has none of the methods {', '.join(METHODS.values())}")
         return Told()

@@ -43,7 +43,7 @@ class Watchers:
     def __init__(self, watching: tuple[Watching, ...], tell: Callable[[str], None], end_s: float = END_S) -> None:
         self._tell, self._end_s = tell, end_s
         self._ending = threading.Event()
-        self._watchers = [_Watcher(one, tell, self._ending) for one in watching]
+        self._watchers = [_Watcher(watched, tell, self._ending) for watched in watching]
 
     def __enter__(self) -> Self:
         for watcher in self._watchers:

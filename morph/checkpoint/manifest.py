@@ -66,7 +66,7 @@ def write_atomically(url: str, *parts: bytes | memoryview) -> None:
 
 
 def _sync_directory(path: str) -> None:
-    """Make a rename durable: files deleted afterwards must not outlast it in a power cut."""
+    """Make a rename durable, so that a power cut cannot undo it and yet keep a later deletion."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -75,7 +75,7 @@ def _sync_directory(path: str) -> None:
 
 
 def is_half_written(name: str) -> bool:
-    """Whether a file of this name is one that ``write_atomically`` began, and has not finished or never will."""
+    """Whether this is the name of a file that ``write_atomically`` has begun and not finished."""
     return name.startswith(".") and name.endswith(".tmp")
 
 

@@ -104,18 +104,13 @@ def dependency_table(report: DependencyReport) -> Table:
             finding.kind,
             finding.operator,
             _span(finding.units),
-            short_place(finding.place.user or finding.place.library or finding.place.function),
+            (finding.place.user or finding.place.library or finding.place.function).rpartition("/")[2],
             size_text(finding.num_bytes) if finding.num_bytes else "",
         )
         for finding in report.findings
     ]
     columns = ("status", "kind", "operation", "sections", "where", "bytes")
     return table("Dependencies between sections", columns, rows, left=5)
-
-
-def short_place(line: str) -> str:
-    """Return ``file:line`` without its folders."""
-    return line.rpartition("/")[2]
 
 
 def _span(units: tuple[str, ...]) -> str:

@@ -104,13 +104,13 @@ def read_json(path: Path, value_type: type[ValueT], error_type: type[InputError]
         return value_type.model_validate_json(text)
     except ValidationError as error:
         field, problem, value = first_problem(error)
-        found = kind_in(text) if wanted is not None else None
+        kind = kind_in(text) if wanted is not None else None
         if error.errors(include_url=False)[0]["type"] == "json_invalid":
-            problem, found = "is not JSON", None
-        if wanted is not None and found is not wanted:
-            problem, field = mistaken(path, problem), field if found is None else ""
+            problem, kind = "is not JSON", None
+        if wanted is not None and kind is not wanted:
+            problem, field = mistaken(path, problem), field if kind is None else ""
         shown = (
             value if field and isinstance(value, str | int | float | bool) else None
         )  # otherwise the value is the whole text
-        allowed = wanted.wanted if wanted is not None and found is not wanted else None
+        allowed = wanted.wanted if wanted is not None and kind is not wanted else None
         raise error_type(problem, source=str(path), field=field or None, value=shown, allowed=allowed) from error

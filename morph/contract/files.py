@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import io
 import os
-import socket
-import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from morph.contract.errors import InputError, WaitTimeout
+from morph.contract.errors import InputError
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """Errors of a disk that is full or read-only, which may pass."""
 PRIVATE = 0o600
-LOCK_LOOK_S = 0.1
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
@@ -34,30 +29,6 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
     except OSError:
         partial.unlink(missing_ok=True)
         raise
-
-
-@contextmanager
-def locked(path: Path, limit_s: float, tell: Callable[[str], None] = lambda _: None) -> Iterator[None]:
-    """Hold the lock of a file, which is made if missing; ``tell`` is given its holder. Raises WaitTimeout."""
-    until_s, holder = time.monotonic() + limit_s, ""
-    with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, PRIVATE), "r+") as file:
-        while True:
-            try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            except BlockingIOError:
-                file.seek(0)
-                if not holder:
-                    holder = file.readline().strip() or "an unknown process"
-                    tell(f"waits for at most {limit_s:g} s for {holder}, which holds {path}")
-                if time.monotonic() >= until_s:
-                    raise WaitTimeout(f"{holder} holds {path} for more than {limit_s:g} s") from None
-                time.sleep(LOCK_LOOK_S)
-        file.seek(0)
-        file.truncate()
-        file.write(f"process {os.getpid()} of {socket.gethostname()}\n")
-        file.flush()
-        yield
 
 
 def check_output(*paths: Path | None) -> None:

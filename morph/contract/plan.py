@@ -284,10 +284,6 @@ class Plan(Value):
     def _share_ends(self) -> tuple[int, ...]:
         return tuple(itertools.accumulate(self.micro_batches_per_replica, initial=0))
 
-    def micro_batches_of(self, replica: int) -> range:
-        """Return the global numbers of one replica's micro-batches, in the order in which it runs them."""
-        return range(self._share_ends[replica], self._share_ends[replica + 1])
-
     def share_of(self, replica: int, micro_batches: Sequence[int]) -> Sequence[int]:
         """Return one replica's part of some micro-batches if only these run: the same share as in a whole step."""
         if not self.kinds:
@@ -364,17 +360,17 @@ def reduction_rounds(cuts: Iterable[Sequence[int]], num_sections: int) -> tuple[
     stages = [[bisect_right(firsts, section) for section in range(num_sections)] for firsts in map(tuple, cuts)]
     taken: dict[tuple[int, int], set[int]] = {}
     rounds = [0] * num_sections
-    behind: list[tuple[int, int]] = []
+    next_holders: list[tuple[int, int]] = []
     for section in reversed(range(num_sections)):
         holders = [(kind, stage[section]) for kind, stage in enumerate(stages)]
-        if holders == behind:
+        if holders == next_holders:
             rounds[section] = rounds[section + 1]
             continue
         used = set().union(*(taken.setdefault(holder, set()) for holder in holders))
         rounds[section] = next(number for number in range(len(used) + 1) if number not in used)
         for holder in holders:
             taken[holder].add(rounds[section])
-        behind = holders
+        next_holders = holders
     return tuple(rounds)
 
 

@@ -227,8 +227,7 @@ class Recipe:
 
     def _collated(self, samples: Sequence[Any], places: Sequence[EpochPlace]) -> Any:
         assert self.collate_fn is not None
-        with own_generators() as seed_all:
-            seed_all(seed_of(self.seed, "collate", *(number for place in places for number in place)))
+        with own_generators(seed_of(self.seed, "collate", *(number for place in places for number in place))):
             return self.collate_fn(list(samples))
 
     def batch(

@@ -37,8 +37,8 @@ class MicroBatch:
 
 def shares(micro_batches: Sequence[MicroBatch], size: int) -> tuple[float, ...]:
     """Return the samples of each micro-batch over m: its share in means over samples; empty if all are whole."""
-    found = tuple(len(one.places) / size for one in micro_batches)
-    return () if all(share == 1 for share in found) else found
+    parts = tuple(len(each.places) / size for each in micro_batches)
+    return () if all(share == 1 for share in parts) else parts
 
 
 def divided(

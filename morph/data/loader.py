@@ -208,8 +208,7 @@ def data_of(job: Job, field: DataField = "dataset") -> MapDataset:
     built = job.__dict__.setdefault(_BUILT, {})
     if field not in built:
         make = getattr(job, field)
-        with own_generators() as seed_all:
-            seed_all(seed_of(job.seed, "dataset"))
+        with own_generators(seed_of(job.seed, "dataset")):
             built[field] = numbered(make())
     data: MapDataset = built[field]
     return data
@@ -240,8 +239,8 @@ def recipe_of(job: Job) -> Recipe:
     if _RECIPE not in built:
         recipe = Recipe(job.seed, job.collate_fn, job.buckets, job.padding)
         built[_RECIPE] = measured(recipe, data_of(job), lengths_of(job))
-    found: Recipe = built[_RECIPE]
-    return found
+    made: Recipe = built[_RECIPE]
+    return made
 
 
 def measured(recipe: Recipe, dataset: MapDataset, lengths: NDArray[np.int64] | None) -> Recipe:
@@ -288,8 +287,8 @@ def lengths_of(job: Job, field: DataField = "dataset") -> NDArray[np.int64] | No
     if (_LENGTHS, field) not in built:
         data = data_of(job, field)
         built[_LENGTHS, field] = checked_lengths(job.lengths(data), len(data), job.buckets, field)
-    found: NDArray[np.int64] = built[_LENGTHS, field]
-    return found
+    lengths: NDArray[np.int64] = built[_LENGTHS, field]
+    return lengths
 
 
 def order_of(job: Job) -> EpochOrder:

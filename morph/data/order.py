@@ -22,8 +22,8 @@ from morph.contract.job_facts import EpochEnd, Epochs
 from morph.data.seeding import own_generators, seed_of
 
 EpochPlace = tuple[int, int]
-"""Epoch and index of a sample. What the sample draws from global generators depends on both; each time a sample comes
-again within an epoch, ``AGAIN`` is added to its epoch, so that it draws anew."""
+"""Epoch and index of a sample. The random numbers that reading the sample draws from global generators depend on both.
+Each time a sample comes again within an epoch, ``AGAIN`` is added to its epoch, so that other numbers are drawn."""
 AGAIN = 1 << 32
 Sampler = Callable[[Any, int, int], ArrayLike]
 OfDataSet = ArrayLike | Callable[[Any], ArrayLike]
@@ -56,7 +56,7 @@ class EpochOrder:
     def epochs(self) -> Epochs:
         """How epochs divide into steps.
 
-        Raises JobError if an epoch has less than one whole step, and steps are not filled.
+        Raises JobError if an epoch is smaller than one step, and is not filled from the next epoch.
         """
         size = len(self._dataset if self._sampler is None else self.epoch(0))
         if self._end != "fill" and size < self._batch_size:
@@ -71,8 +71,7 @@ class EpochOrder:
     def mini_batch(self, step: int) -> list[EpochPlace]:
         """See ``Order``.
 
-        Raises JobError if the sampler does not return numbers of samples, or returns more or fewer of them than in
-        other epochs.
+        Raises JobError if the sampler does not return numbers of samples, or returns more or fewer than in epoch 0.
         """
         positions, size = self.epochs.positions(step), self.epochs.num_samples
         if self._sampler is not None:
@@ -93,11 +92,10 @@ class EpochOrder:
         return epoch + AGAIN * int(again[offset]), int(indices[offset])
 
     def _sampled(self, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return sample numbers, and how often each has already come in the epoch, both int64 [samples]."""
+        """Return sample numbers, and how often each came before in the epoch, both int64 [samples]."""
         if epoch not in self._epochs:
             assert self._sampler is not None
-            with own_generators() as seed_all:
-                seed_all(seed_of(self._seed, "order", epoch))
+            with own_generators(seed_of(self._seed, "order", epoch)):
                 indices = np.asarray(self._sampler(self._dataset, self._seed, epoch))
             self._check(indices, epoch)
             for old in [old for old in self._epochs if old not in (0, epoch - 1)]:
@@ -143,7 +141,7 @@ def sample_indices(
     Samples have global positions 0, 1, 2, ...; ``step`` covers positions ``step * batch_size`` onwards. Position g is
     the ``g % dataset_size``-th entry of a permutation drawn for epoch ``g // dataset_size``, so every sample comes
     exactly once per epoch, and an epoch may end inside a mini-batch. ``sample_order(seed, epoch)`` returns another
-    permutation; only its entries at an array of places are read.
+    permutation, which need not be an array: it is only indexed with arrays of positions.
     """
     return _indices_at(seed, range(step * batch_size, (step + 1) * batch_size), dataset_size, sample_order)
 
@@ -178,8 +176,8 @@ def weighted(weights: OfDataSet, num_samples: int | None = None) -> Sampler:
         if not 0 < sums[-1] < np.inf or np.any(np.diff(sums, prepend=0) < 0):
             raise wrong_job("sampler: weights", "are not weights to draw by", allowed="numbers from 0, not all 0")
         drawn = _uniform(seed, epoch, num_samples or len(dataset)) * sums[-1]
-        found: NDArray[np.int64] = np.minimum(np.searchsorted(sums, drawn, side="right"), len(sums) - 1)
-        return found
+        indices: NDArray[np.int64] = np.minimum(np.searchsorted(sums, drawn, side="right"), len(sums) - 1)
+        return indices
 
     return sampler
 
@@ -225,16 +223,16 @@ def grouped(lengths: OfDataSet, batch_size: int, *, window: int = 50) -> Sampler
 def _numbers_of(values: OfDataSet, dataset: Any, name: str) -> NDArray[Any]:
     numbers = np.asarray(values(dataset) if callable(values) else values)
     if numbers.shape != (len(dataset),):
-        raise wrong_job(f"sampler: {name}", "must be one for each sample", str(list(numbers.shape)), f"{len(dataset)}")
+        raise wrong_job(f"sampler: {name}", "needs one for each sample", str(list(numbers.shape)), f"{len(dataset)}")
     return numbers
 
 
 def _words(seed: int, epoch: int, count: int, key: tuple[int, ...] = ()) -> NDArray[np.uint64]:
-    """Return raw random words: numpy promises their stream for all versions, unlike ``Generator``'s methods."""
-    found: NDArray[np.uint64] = np.random.PCG64(
+    """Return raw random words: numpy promises the same in all versions, unlike for ``Generator``'s methods."""
+    words: NDArray[np.uint64] = np.random.PCG64(
         np.random.SeedSequence(entropy=seed, spawn_key=(epoch, *key))
     ).random_raw(count)
-    return found
+    return words
 
 
 def _uniform(seed: int, epoch: int, count: int) -> NDArray[np.float64]:

@@ -1,21 +1,26 @@
 """Seeds the global random generators for each part of the user's code, and restores them afterwards.
 
-Only the training thread may enter: the generators belong to the process, and no other thread of Morph draws from them.
+Only the training thread draws from them. Even if blocks of two threads overlap, each generator is afterwards as before.
 """
 
 from __future__ import annotations
 
 import hashlib
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.random import mtrand
 
-_NUMPY = np.random.MT19937(0)
-"""A generator to reuse: creating one can take longer than reading a sample."""
+_FREE: list[np.random.MT19937] = []
+"""Generators to reuse: creating one can take longer than reading a sample."""
+_ENTERED: list[list[Any]] = []
+"""One list for each block that has not ended: the generators before it (states of torch and Python, numpy's own)."""
+_CHANGES = threading.Lock()
 
 
 def seed_of(*key: object) -> int:
@@ -25,21 +30,40 @@ def seed_of(*key: object) -> int:
 
 
 @contextmanager
-def own_generators() -> Iterator[Callable[[int], None]]:
-    """Give the block its own generator states; yields a function that seeds torch, ``numpy.random`` and ``random``.
+def own_generators(seed: int | None = None) -> Iterator[Callable[[int], None]]:
+    """Give the block its own states of torch's, numpy's and Python's generators; yields a function that seeds them.
 
     numpy's generator is exchanged, not copied, because a copy can take longer than reading a sample; so a normal number
     that it has kept for its next call is drawn anew. Generators of CUDA devices are seeded, but not restored.
     """
-    torch_state, python_state = torch.default_generator.get_state(), random.getstate()
-    numpy_generator = mtrand.get_bit_generator()
-    mtrand.set_bit_generator(_NUMPY if numpy_generator is not _NUMPY else np.random.MT19937(0))
+    with _CHANGES:
+        own = _FREE.pop() if _FREE else np.random.MT19937(0)
+        before: list[Any] = [torch.default_generator.get_state(), random.getstate(), mtrand.get_bit_generator()]
+        _ENTERED.append(before)
+        mtrand.set_bit_generator(own)
     try:
+        if seed is not None:
+            _seed_all(seed)
         yield _seed_all
     finally:
-        torch.default_generator.set_state(torch_state)
-        random.setstate(python_state)
-        mtrand.set_bit_generator(numpy_generator)
+        with _CHANGES:
+            _FREE.append(own)
+            place = [entered is before for entered in _ENTERED].index(True)
+            del _ENTERED[place]
+            if place < len(_ENTERED):  # a later block, of another thread, has not ended: it will restore these
+                _ENTERED[place][:] = before
+            else:
+                torch.default_generator.set_state(before[0])
+                random.setstate(before[1])
+                mtrand.set_bit_generator(before[2])
+
+
+@contextmanager
+def kept_generators() -> Iterator[None]:
+    """As ``own_generators``, but the generators of CUDA devices are restored, too; the block does the seeding."""
+    devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    with own_generators(), torch.random.fork_rng(devices=devices):
+        yield
 
 
 def _seed_all(seed: int) -> None:

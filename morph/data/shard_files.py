@@ -50,8 +50,8 @@ class File:
     @property
     def compression(self) -> str | None:
         """The compression of the file, by its suffix."""
-        found = _PACKED.get(PurePosixPath(self.name).suffix) or infer_compression(self.name)
-        return None if found is None else str(found)
+        method = _PACKED.get(PurePosixPath(self.name).suffix) or infer_compression(self.name)
+        return None if method is None else str(method)
 
 
 @dataclass(frozen=True)
@@ -169,8 +169,8 @@ class ShardedFiles(ABC):
             raise self._wrong(f"cannot be unpacked: {error}", "urls", None, allowed, file.name) from error
 
     def _copy(self, shard: Shard) -> IO[bytes]:
-        told = [self.kind, str(self.fs.protocol), *map(str, (shard, sorted(self._options))), *self._told()]
-        name = hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        facts = [self.kind, str(self.fs.protocol), *map(str, (shard, sorted(self._options))), *self._told()]
+        name = hashlib.sha256(json.dumps(facts).encode()).hexdigest()
         try:
             return open_kept(self._cache, name, lambda file: self._fetch(shard, file), self._cache_bytes)
         except OSError as error:
@@ -234,8 +234,8 @@ class ScannedFiles(ShardedFiles):
     def _shards(self, files: Sequence[File], index: str | None) -> list[Shard]:
         """Return the shards from the index of the files; the index is made and kept if there is none."""
         common = os.path.commonpath([str(PurePosixPath(file.name).parent) for file in files])
-        told = [[os.path.relpath(file.name, common), file.size] for file in files]
-        head = {"version": _VERSION, "kind": self.kind, "shard_bytes": self._shard_bytes, "files": told}
+        facts = [[os.path.relpath(file.name, common), file.size] for file in files]
+        head = {"version": _VERSION, "kind": self.kind, "shard_bytes": self._shard_bytes, "files": facts}
         versions = [file.version for file in files]
         name = hashlib.sha256(json.dumps([head, common, versions]).encode()).hexdigest()
         folder = cache_folder() / "shard-indices"
@@ -245,8 +245,8 @@ class ScannedFiles(ShardedFiles):
         if index is None and not self._is_local:
             log.info("reading %d %s files once, to count their samples", len(files), self.kind)
         with ThreadPoolExecutor(min(_SCANS_AT_ONCE, len(files))) as pool:
-            found = list(pool.map(lambda file: list(self._scan(file)), files))
-        shards = [[number, *place] for number, places in enumerate(found) for place in places]
+            scanned = list(pool.map(lambda file: list(self._scan(file)), files))
+        shards = [[number, *place] for number, places in enumerate(scanned) for place in places]
         content = json.dumps(head | {"shards": shards}).encode()
         if index is not None:
             self._write_index(index, content)

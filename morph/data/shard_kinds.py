@@ -48,8 +48,8 @@ class Jsonl(ScannedFiles):
         if file.compression is None:
             yield from self._stretches(file)
             return
-        found = list(self._stretches(file))
-        yield 0, found[-1][1] if found else 0, sum(num for _, _, num in found)
+        parts = list(self._stretches(file))
+        yield 0, parts[-1][1] if parts else 0, sum(num for _, _, num in parts)
 
     def _stretches(self, file: File) -> Iterator[tuple[int, int, int]]:
         with self._opened(file) as opened:
@@ -115,8 +115,8 @@ class Tar(ScannedFiles):
             if file.compression is None:
                 yield from cut_into_shards(entries, self._shard_bytes)
                 return
-            found = list(entries)
-            yield 0, found[-1][1] if found else 0, len(found)
+            ends = list(entries)
+            yield 0, ends[-1][1] if ends else 0, len(ends)
 
     def _read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:
         stop = start + shard.stop - shard.start
@@ -204,8 +204,8 @@ class Parquet(ScannedFiles):
 
     def _scan(self, file: File) -> Iterator[tuple[int, int, int]]:
         """Yield shards whose start and stop are numbers of row groups; only the end of the file is read."""
-        with self._parquet(file) as found:
-            groups = [found.metadata.row_group(number) for number in range(found.metadata.num_row_groups)]
+        with self._parquet(file) as opened:
+            groups = [opened.metadata.row_group(number) for number in range(opened.metadata.num_row_groups)]
         size = np.concatenate([[0], np.cumsum([group.total_byte_size for group in groups])])
         rows = np.concatenate([[0], np.cumsum([group.num_rows for group in groups])])
         entries = ((number, number + 1) for number in range(len(groups)))

@@ -119,8 +119,7 @@ class Stream:
 
     def _samples_of(self, shard: int) -> Samples:
         if shard not in self._open:
-            with own_generators() as seed_all:
-                seed_all(seed_of("shard", shard))
+            with own_generators(seed_of("shard", shard)):
                 self._open[shard] = self.source.open(shard)
             while len(self._open) > 1 and sum(self._sizes[other] for other in self._open) > self._most_open:
                 self._open.popitem(last=False)
@@ -233,8 +232,7 @@ class Iterated:
         return self._read_block()
 
     def _begin(self, block: int, state: Any) -> None:
-        with own_generators() as seed_all:
-            seed_all(seed_of("block", block))
+        with own_generators(seed_of("block", block)):
             made = self._make()
             if made is self._moved:
                 allowed = "with bookmarks, a function that makes a new iterable at each call"
@@ -250,8 +248,7 @@ class Iterated:
         assert self._iterator is not None
         block, marks = self._block, self._bookmarks
         state = marks.state_of(self._iterable) if marks is not None and block else None
-        with own_generators() as seed_all:
-            seed_all(seed_of("block", block))
+        with own_generators(seed_of("block", block)):
             samples = list(itertools.islice(self._iterator, self.sizes[block]))
         if len(samples) < self.sizes[block]:
             ended = block * self._block_size + len(samples)

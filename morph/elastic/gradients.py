@@ -61,8 +61,8 @@ class Gradients:
         self._state, self._parameters, self._accumulation = state, state.named, accumulation
         devices = {str(parameter.device): parameter.device for parameter in self._parameters.values()}
         if len(devices) > 1:
-            found = " and ".join(sorted(devices))
-            raise InputError("is on several devices", field="model", value=found, allowed="one device for all of it")
+            names = " and ".join(sorted(devices))
+            raise InputError("is on several devices", field="model", value=names, allowed="one device for all of it")
         self._device = next(iter(devices.values()), torch.device("cpu"))
         self._buckets: tuple[str, list[list[str]]] = ("", [])
         self.settings: Settings = {}
@@ -135,14 +135,13 @@ class Gradients:
             self._run(given.loss_of(None))
             return
         share = given.batch.share(index)
-        with own_generators() as seed_all:
-            seed_all(seed_of(given.batch.seed, "share", given.batch.step, index))
+        with own_generators(seed_of(given.batch.seed, "share", given.batch.step, index)):
             self._run(given.loss_of(share))
 
     def _run(self, result: Tensor | Loss) -> None:
         assert self._sums is not None
-        loss, told = values_of(result)
-        self._sums.add_loss(float(loss.detach()), float(told.get(WEIGHT, 1.0)))
+        loss, further = values_of(result)
+        self._sums.add_loss(float(loss.detach()), float(further.get(WEIGHT, 1.0)))
         self._is_in_backward = True
         try:
             loss.backward()  # type: ignore[no-untyped-call] # torch ships no types for it
@@ -170,7 +169,7 @@ class Gradients:
 
     def leave_mark(self) -> None:
         """Leave zeros as the gradient of the smallest parameter: the next step sees whether the loop changes them."""
-        parameters = [one for one in self._parameters.values() if one.requires_grad]
+        parameters = [each for each in self._parameters.values() if each.requires_grad]
         if self._has_warned or not parameters:
             return
         least = min(parameters, key=Tensor.numel)
@@ -198,8 +197,8 @@ class Gradients:
 
     def _restore(self, buffers: dict[str, Tensor]) -> None:
         with torch.no_grad():
-            for name, one in self._state.buffers().items():
-                one.copy_(buffers[name])
+            for name, buffer in self._state.buffers().items():
+                buffer.copy_(buffers[name])
 
     def look_at_settings(self) -> None:
         """Read the settings that the loop's own code has left, and compute their digest."""

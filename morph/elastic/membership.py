@@ -15,7 +15,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from morph.contract.errors import TrainingStopped, WaitTimeout
-from morph.elastic.codec import Address, Book, decode, encode
 from morph.elastic.consensus import member
 from morph.elastic.consensus.member import MemberState
 from morph.elastic.consensus.messages import (
@@ -32,7 +31,7 @@ from morph.elastic.consensus.messages import (
     Ring,
     Send,
 )
-from morph.elastic.peers import FETCH, MEMBER, PING, PONG, Incoming, Outgoing, home_at
+from morph.elastic.peers import FETCH, MEMBER, PING, PONG, Address, Book, Incoming, Outgoing, decode, encode, home_at
 from morph.elastic.shelf import Shelf
 from morph.link.listener import Caller, Listener
 from morph.runtime.groups.interrupt import Interrupt

@@ -20,7 +20,7 @@ TRIAL_S = 1.0
 
 
 class BatchUser(Protocol):
-    """The consumer of a loop's mini-batches, one per step: ``morph.elastic.Optimizer``."""
+    """The consumer of mini-batches, one per step: ``morph.elastic.Optimizer``, whose module imports this one."""
 
     @property
     def num_steps(self) -> int:

@@ -11,11 +11,10 @@ from contextlib import suppress
 from itertools import cycle
 
 from morph.contract.errors import WaitTimeout
-from morph.elastic.codec import Address, book_of
 from morph.elastic.consensus import member
 from morph.elastic.invitation import Invitation
 from morph.elastic.membership import Membership
-from morph.elastic.peers import JOINER, home_at
+from morph.elastic.peers import JOINER, Address, book_of, home_at
 from morph.link.caller import Call
 from morph.runtime.groups.store import StoreHost
 

@@ -93,12 +93,12 @@ class Union:
 
     def wait(self) -> None:
         """Wait for all values; nothing is changed yet."""
-        for one in self._sums:
-            one.wait("the mean of all replicas")
+        for sums in self._sums:
+            sums.wait("the mean of all replicas")
 
     def apply(self) -> None:
         """Set this worker's state to the values that were waited for."""
-        floats, chosen = (one.vector for one in self._sums)
+        floats, chosen = (each.vector for each in self._sums)
         sizes = [mean.tensor.numel() for mean in self._means]
         for part, mean in zip(torch.split(floats, sizes), self._means, strict=True):
             part /= len(mean.holders)

@@ -11,8 +11,7 @@ from torch import Tensor
 
 from morph.contract.errors import GenerationAborted, PeerLost, WaitTimeout
 from morph.contract.messages import DEFAULT_LIMIT_S
-from morph.elastic.codec import Address
-from morph.elastic.peers import FETCH, Incoming, home_at
+from morph.elastic.peers import FETCH, Address, Incoming, home_at
 from morph.link.caller import Call
 from morph.runtime.groups.interrupt import Interrupt
 

@@ -86,7 +86,7 @@ class TrainingState:
     def __post_init__(self) -> None:
         self.named = dict(self.model.named_parameters())
         """All parameters of the model by name; tied parameters appear once."""
-        self._places = {id(one): place for place, one in enumerate(self.named.values())}
+        self._places = {id(parameter): place for place, parameter in enumerate(self.named.values())}
         self._passed: tuple[int, Settings] | None = None
         self._read_groups: list[dict[str, Any]] = []
         self._groups: list[Any] = []
@@ -101,7 +101,7 @@ class TrainingState:
 
     def trained(self) -> str:
         """Return a 1 for each parameter of the model that now requires a gradient, and a 0 for each other parameter."""
-        return "".join("01"[one.requires_grad] for one in self.named.values())
+        return "".join("01"[each.requires_grad] for each in self.named.values())
 
     def parameters(self, trained: str | None = None) -> dict[str, Parameter]:
         """Return the parameters that are trained, or that ``trained`` marks, by name."""
@@ -115,7 +115,7 @@ class TrainingState:
                 numbers = group_numbers(self.optimizer)
                 groups = zip(self.optimizer.param_groups, numbers, strict=True)
                 self._groups = [
-                    {"parameters": [self._places[id(one)] for one in group["params"]], "values": values}
+                    {"parameters": [self._places[id(each)] for each in group["params"]], "values": values}
                     for group, values in groups
                 ]
                 self._read_groups = [
@@ -139,7 +139,7 @@ class TrainingState:
 
     def check_parameters(self) -> None:
         """Compare the model's parameters with its first ones."""
-        if [id(one) for one in self.model.parameters()] != list(self._places):
+        if [id(each) for each in self.model.parameters()] != list(self._places):
             allowed = "the same parameters as when morph.elastic.Optimizer was created"
             raise InputError("has other parameters than before", field="model", allowed=allowed)
 
@@ -170,14 +170,14 @@ class TrainingState:
             for key, value in sorted(values.items()):
                 if isinstance(value, Tensor):
                     tensors[f"optimizer/{index}/{key}"] = value
-        told, apart = self._carried_now() if with_carried else (None, {})
-        facts = {**self._facts(), **self._settings_to_tell(), "numbers": numbers, "carried": told}
+        carried, apart = self._carried_now() if with_carried else (None, {})
+        facts = {**self._facts(), **self._settings_to_tell(), "numbers": numbers, "carried": carried}
         return _packed({**tensors, **apart}, facts)
 
     def pack_facts(self) -> Tensor:
         """Return everything except tensors of model and optimizer as uint8 [bytes]."""
-        told, apart = self._carried_now()
-        return _packed(apart, {**self._facts(), **self._settings_to_tell(), "carried": told})
+        carried, apart = self._carried_now()
+        return _packed(apart, {**self._facts(), **self._settings_to_tell(), "carried": carried})
 
     def _carried_now(self) -> tuple[Any, dict[str, Tensor]]:
         """Return the state of the loop's own objects: plain values, and tensors by name."""
@@ -191,7 +191,7 @@ class TrainingState:
                 raise InputError(
                     "has a state that cannot be sent", field=f"state[{name!r}]", value=str(error), allowed=allowed
                 ) from error
-        return facts, {f"carried/{place}": one for place, one in enumerate(tensors)}
+        return facts, {f"carried/{place}": tensor for place, tensor in enumerate(tensors)}
 
     def _receive_carried(self, tensors: Mapping[str, Tensor], facts: Mapping[str, Any]) -> None:
         received = facts["carried"]
@@ -246,8 +246,8 @@ class TrainingState:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         with torch.no_grad():
-            for name, one in self.buffers().items():
-                one.copy_(buffers[name])
+            for name, buffer in self.buffers().items():
+                buffer.copy_(buffers[name])
         self.advance_schedule()
 
     @staticmethod
@@ -296,8 +296,8 @@ class TrainingState:
                 allowed = f"{facts['agreed'].get(name)!r}, as the other workers have it"
                 raise InputError("must be the same at all workers", field=name, value=value, allowed=allowed)
         self._take_groups(facts["groups"])
-        for flag, one in zip(facts["trained"], self.named.values(), strict=True):
-            one.requires_grad_(flag == "1")
+        for flag, parameter in zip(facts["trained"], self.named.values(), strict=True):
+            parameter.requires_grad_(flag == "1")
         if (self.scheduler is None) != (facts["scheduler"] is None):
             given = "not given" if self.scheduler is None else "given"
             allowed = "the same as in the other workers' scripts"
@@ -326,8 +326,8 @@ class TrainingState:
         """
         tensors, facts = _unpacked(packed)
         with torch.no_grad():
-            for name, one in self.model_tensors().items():
-                one.copy_(tensors[name])
+            for name, tensor in self.model_tensors().items():
+                tensor.copy_(tensors[name])
         if self._passed is None or self._passed[0] != facts["num_steps"]:
             self._take_settings(facts)
         parameters = self.optimized()
@@ -353,7 +353,7 @@ class TrainingState:
         """Return values that are averaged while replicas differ: parameters and buffers except integers, complex as
         reals.
         """
-        return [as_real(one) for one in self.model_tensors().values() if is_averaged(one)]
+        return [as_real(tensor) for tensor in self.model_tensors().values() if is_averaged(tensor)]
 
     def layout(self) -> dict[str, Any]:
         """Return the optimizer's state: (parameter, key, type, shape) of tensors, (parameter, key, value) of others.
@@ -367,18 +367,20 @@ class TrainingState:
         ]
         tensors = [(index, key, value) for index, key, value in kept if isinstance(value, Tensor)]
         return {
-            "tensors": [(index, key, str(one.dtype).partition(".")[2], list(one.shape)) for index, key, one in tensors],
-            "numbers": [one for one in kept if not isinstance(one[2], Tensor)],
+            "tensors": [
+                (index, key, str(each.dtype).partition(".")[2], list(each.shape)) for index, key, each in tensors
+            ],
+            "numbers": [each for each in kept if not isinstance(each[2], Tensor)],
         }
 
     def model_tensors(self) -> dict[str, Tensor]:
         """The model's parameters and buffers, in the same order at every member."""
         named = [*self.model.named_parameters(), *self.model.named_buffers()]
-        return {f"model/{name}": one for name, one in named}
+        return {f"model/{name}": tensor for name, tensor in named}
 
     def optimized(self) -> list[Parameter]:
         """Return the optimizer's parameters, in its order."""
-        return [one for group in self.optimizer.param_groups for one in group["params"]]
+        return [each for group in self.optimizer.param_groups for each in group["params"]]
 
 
 def _is_same(value: Any, read: Any) -> bool:
@@ -386,7 +388,7 @@ def _is_same(value: Any, read: Any) -> bool:
     if type(value) is list:  # its parameters
         return type(read) is list and len(value) == len(read) and all(map(operator.is_, value, read))
     if type(value) is tuple:
-        return value is read and all(isinstance(one, _IMMUTABLE) for one in value)
+        return value is read and all(isinstance(item, _IMMUTABLE) for item in value)
     return value is read and isinstance(value, _IMMUTABLE)
 
 
@@ -430,7 +432,8 @@ def _header(packed: Tensor) -> tuple[int, dict[str, Any]]:
 def _size_of(packed: Tensor) -> int:
     """Return the size of the first of several concatenated files, in bytes."""
     first, header = _header(packed)
-    return first + max((one["data_offsets"][1] for name, one in header.items() if name != "__metadata__"), default=0)
+    ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
+    return first + max(ends, default=0)
 
 
 def _unpacked(packed: Tensor) -> tuple[dict[str, Tensor], dict[str, Any]]:

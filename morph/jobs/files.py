@@ -36,8 +36,8 @@ _OF_PYTHON = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platl
 
 def split_job(job_path: str) -> tuple[str, str]:
     """Split ``path/to/file.py:name`` or ``path/to/file.py:name(argument=value)``; both are empty for other texts."""
-    found = _JOB.fullmatch(job_path)
-    return (found["path"], found["name"]) if found else ("", "")
+    match = _JOB.fullmatch(job_path)
+    return (match["path"], match["name"]) if match else ("", "")
 
 
 class JobFiles:
@@ -126,10 +126,10 @@ class JobFiles:
         if path is None and fullname.startswith(JOB_PREFIX):
             search, name = [str(self.folder)], fullname.removeprefix(JOB_PREFIX)
         for number, entry in enumerate(search):
-            found = self._below(entry, name)
-            if found is not None:
+            file = self._below(entry, name)
+            if file is not None:
                 before = PathFinder.find_spec(name, search[:number])
-                return None if before is not None and before.origin is not None else self._spec(fullname, found)
+                return None if before is not None and before.origin is not None else self._spec(fullname, file)
         spec = PathFinder.find_spec(name, search)
         if name != fullname and spec is not None and spec.origin is None:  # a folder without __init__.py
             space = ModuleSpec(fullname, None, is_package=True)
@@ -210,9 +210,9 @@ class _Loader(SourceFileLoader):
 def _python_files(folder: Path, names: Iterable[str]) -> Iterator[str]:
     """Yield the Python files of modules and packages of these names in a folder, relative to it."""
     for name in names:
-        for found in (folder / f"{name}.py", *(folder / name).rglob("*.py")):
-            if found.is_file():
-                yield found.relative_to(folder).as_posix()
+        for path in (folder / f"{name}.py", *(folder / name).rglob("*.py")):
+            if path.is_file():
+                yield path.relative_to(folder).as_posix()
 
 
 @cache

@@ -34,12 +34,12 @@ def collect(job_path: str, files: Sequence[str] = (), source: str = "") -> JobFi
     if there is no such file, the result is empty. ``files``: files and folders, relative to that file's folder.
     """
     code = Path(split_job(job_path)[0]).resolve()
-    found = JobFiles(code.parent, {}, growing=True)
+    collected = JobFiles(code.parent, {}, growing=True)
     if not code.is_file():
-        return found
-    paths = [*_imported(code, found), *(path for given in files for path in _files(code.parent, given, source))]
-    found.files.update({path.relative_to(code.parent).as_posix(): path.read_bytes() for path in paths})
-    return found
+        return collected
+    paths = [*_imported(code, collected), *(path for given in files for path in _files(code.parent, given, source))]
+    collected.files.update({path.relative_to(code.parent).as_posix(): path.read_bytes() for path in paths})
+    return collected
 
 
 def pack(job_path: str, found: JobFiles, *, unpack: bool = False) -> JobCode:
@@ -111,12 +111,12 @@ def changed(began: Mapping[str, str], now: JobFiles) -> list[str]:
     return [name for name in names if there.get(name) != began.get(name)]
 
 
-def from_elsewhere(found: JobFiles, before: set[str]) -> list[str]:
+def from_elsewhere(files: JobFiles, before: set[str]) -> list[str]:
     """Return files of packages imported since ``before`` that are neither installed nor among the job's files."""
     elsewhere: dict[str, Path] = {}
     for name, module in list(sys.modules.items()):
         top, named = name.partition(".")[0], file_of(module)
-        if name in before or top in OWN or named is None or found.inside(named) in found.files:
+        if name in before or top in OWN or named is None or files.inside(named) in files.files:
             continue
         file = Path(named)
         if file.is_file() and not is_installed(file, file):

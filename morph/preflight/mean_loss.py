@@ -21,6 +21,7 @@ from morph.contract.messages import SAMPLES, SUM, WEIGHT
 from morph.cutting.deferred_init.construct import build_really, training_mode
 from morph.cutting.trial_run.trial import example_batch, move_weights, run_really
 from morph.data.loader import data_of, num_at_hand, order_of, recipe_of
+from morph.data.seeding import kept_generators
 from morph.jobs.job import Job
 from morph.losses import values_of
 from morph.preflight.equal_draws import EqualDraws
@@ -88,9 +89,7 @@ def _job_warnings(job: Job) -> tuple[str, ...]:
 
     def tried(widen: Callable[[Tensor], Tensor]) -> tuple[str, ...]:
         model = training_mode(build_really(job.model, job.seed))
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(job.seed)
-            move_weights(model)
+        move_weights(model, job.seed)
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = widen(tensor.data)
 
@@ -123,9 +122,8 @@ def mean_warnings(trial: LossTrial, *, running_s: float = _RUNNING_S) -> tuple[s
     samples, and one on samples without a finite loss. Raises LossFailed.
     """
     runs, looks = _Runs(trial), _look_over(trial)
-    devices = {parameter.device for parameter in trial.model.parameters() if parameter.device.type == "cuda"}
     sets: list[tuple[int, ...]] = []
-    with torch.random.fork_rng(devices=sorted(devices, key=str)), torch.no_grad():
+    with kept_generators(), torch.no_grad():
         for pair in unlike_pairs(looks):
             if sets and runs.spent_s > running_s:
                 break

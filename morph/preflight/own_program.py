@@ -24,6 +24,7 @@ from morph.cutting.source.refusal import first_line
 from morph.cutting.trial_run.trial import rms
 from morph.data import MicroBatchLoader
 from morph.data.loader import data_of, lengths_of, recipe_of, short_sizes, with_step
+from morph.data.seeding import kept_generators
 from morph.jobs.job import Job, OwnProgram, OwnSteps
 from morph.losses import Loss
 from morph.preflight.mean_loss import loss_warnings
@@ -33,6 +34,7 @@ from morph.runtime.state.unit_state import apply_all, norms_sq
 from morph.runtime.step.stage import run_step
 from morph.runtime.step.sums import told_losses
 from morph.runtime.workloads.evaluation import batch_keys
+from morph.words import listed
 
 NUM_STEPS = 3
 """A schedule that warms up begins with a step of length 0, and only the third loss shows the second's schedule."""
@@ -49,6 +51,7 @@ _SHOWN = 3
 _CPU = torch.device("cpu")
 
 
+@kept_generators()
 def compare_with_program(program: OwnProgram, most_samples: int) -> tuple[bool, str]:
     """Compare steps of a program, of at most so many samples each; return whether, and a phrase on them."""
     if most_samples < 1:
@@ -77,6 +80,7 @@ def compare_with_program(program: OwnProgram, most_samples: int) -> tuple[bool, 
     )
 
 
+@kept_generators()
 def check_padding(job: Job) -> None:
     """Check that a sample has the same loss in the longest bucket as by itself: a program pads to its own batches."""
     lengths = lengths_of(job)
@@ -88,7 +92,7 @@ def check_padding(job: Job) -> None:
     losses = []
     for length in (int(lengths[shortest]), job.buckets[-1]):
         made = recipe.batch(sample, [(0, shortest)], "dataset()", length=length)
-        with torch.random.fork_rng(devices=[]), torch.no_grad():
+        with torch.no_grad():
             result: Any = job.loss(model, made.form.build(made.entries))
         result = result[0] if isinstance(result, tuple) else result
         losses.append(float(result.mean()))
@@ -131,6 +135,7 @@ class Trained:
     gradients: Mapping[str, float]
 
 
+@kept_generators()
 def trained_steps(job: Job, micro_batch_size: int, num_steps: int) -> Trained:
     """Return the result of a job's first steps, trained as a run on one worker does, on the CPU."""
     return _Steps(job, micro_batch_size).train(num_steps)
@@ -149,7 +154,7 @@ class _Steps:
 
     def train(self, num_steps: int) -> Trained:
         losses, largest = [], dict[str, float]()
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             trial = StepTrial.of(self._job, self._model, plain_model(self._job, _CPU), _CPU, self._whole)
             states = trial.states
@@ -214,6 +219,5 @@ def _difference(own: OwnSteps, ours: Trained) -> str | None:
     if not apart:
         return None
     worst = sorted(apart, key=lambda name: -apart[name])
-    shown = ", ".join(f"{name} by {apart[name]:.1%} of its way" for name in worst[:_SHOWN])
-    more = f" and {len(worst) - _SHOWN} more" if len(worst) > _SHOWN else ""
-    return f"{len(worst)} of {len(own.weights)} weights differ after {len(own.losses)} steps: {shown}{more}"
+    shown = listed([f"{name} by {apart[name]:.1%} of its way" for name in worst], _SHOWN)
+    return f"{len(worst)} of {len(own.weights)} weights differ after {len(own.losses)} steps: {shown}"

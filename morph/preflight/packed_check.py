@@ -12,6 +12,7 @@ from morph.cutting.trial_run.trial import move_weights
 from morph.data.lengths import IGNORED, LABELS
 from morph.data.loader import data_of, recipe_of
 from morph.data.packing import POSITIONS, Packed
+from morph.data.seeding import kept_generators
 from morph.jobs.job import Job
 from morph.losses import values_of
 
@@ -25,6 +26,7 @@ _SHARE = 0.25
 balancing loss, which is one of the whole batch in a plain loop too, changes a router alone."""
 
 
+@kept_generators()
 def check_packed(job: Job) -> None:
     """Run the loss of one document behind another and alone, in evaluation mode, and compare gradients.
 
@@ -40,15 +42,13 @@ def check_packed(job: Job) -> None:
         begins = int((together[POSITIONS] == 0).nonzero()[1])
         together[LABELS][:begins] = IGNORED
         model = build_really(job.model, job.seed).eval()
-        with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(job.seed)
-            move_weights(model)
-            for parameter in model.parameters():
-                parameter.data.mul_(_TIMES if parameter.dim() > 1 else 1.0)
-            try:
-                behind, by_itself = (_gradients(job, model, sample) for sample in (together, alone))
-            except Exception:  # the trial of the loss, in training mode, reports the job's own errors
-                return
+        move_weights(model, job.seed)
+        for parameter in model.parameters():
+            parameter.data.mul_(_TIMES if parameter.dim() > 1 else 1.0)
+        try:
+            behind, by_itself = (_gradients(job, model, sample) for sample in (together, alone))
+        except Exception:  # the trial of the loss, in training mode, reports the job's own errors
+            return
         off = [name for name, gradient in by_itself.items() if _relative(behind.get(name), gradient) > _DIFFERENT]
         if len(off) > _SHARE * len(by_itself):
             raise JobError(

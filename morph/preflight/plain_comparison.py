@@ -27,6 +27,7 @@ from morph.cutting.source.refusal import OR_MARK, first_line
 from morph.cutting.trial_run.trial import example_batch, move_weights, rms
 from morph.data import MicroBatchLoader
 from morph.data.loader import form_of
+from morph.data.seeding import kept_generators
 from morph.jobs.job import Job
 from morph.losses import values_of
 from morph.preflight.own_program import NUM_STEPS as PROGRAM_STEPS
@@ -34,6 +35,7 @@ from morph.preflight.own_program import check_padding, compare_with_program
 from morph.preflight.plain_model import plain_model, shortened
 from morph.preflight.step_comparison import NUM_STEPS, StepTrial, Sums
 from morph.runtime.step.stage import AddGradient, run_step
+from morph.words import listed
 
 NUM_SEEDS = 3
 NUM_SAMPLES = 2
@@ -245,8 +247,7 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
     loader = MicroBatchLoader.of(job, size.num_samples)
     fewer = {loader.size(seed, 0)[1] for seed in range(size.num_seeds)} - {size.num_samples}
     model = cut(exported, num_sections=num_sections, micro_batch_size=size.num_samples, fewer=sorted(fewer))
-    generators = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=generators), warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
+    with kept_generators(), warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
         warnings.simplefilter("ignore")
         plain = _plain_model(job, exported, device)
         trial = StepTrial.of(job, model, plain, device, size.num_seeds) if size.num_steps else None
@@ -324,14 +325,13 @@ class _Sides:
 def _plain_model(job: Job, exported: ExportedJob, device: torch.device) -> nn.Module:
     """Return the plain model with slightly moved initial weights, because initial zeros would hide gradients."""
     model = plain_model(job, device)
-    torch.manual_seed(job.seed)
     with torch.no_grad():
         if isinstance(exported, MarkedJob):  # its cut model has its own constants, which a run reads
             held = exported.whole.model.state_dict(keep_vars=True)
             for name, value in model.state_dict(keep_vars=True).items():
                 if not value.requires_grad:
                     value.copy_(held[name])
-    move_weights(model)
+    move_weights(model, job.seed)
     return model
 
 
@@ -390,11 +390,10 @@ def _check(expected: _Step, cut: _Step, source: str, which: str) -> float:
     wrong = [name for name in worst if not differences[name] <= allowed]
     if apart <= allowed and not wrong:
         return differences[worst[0]] if worst else 0.0
-    shown = ", ".join(f"{name} by {differences[name]:.2%}" for name in wrong[:_SHOWN])
-    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
+    shown = listed([f"{name} by {differences[name]:.2%}" for name in wrong], _SHOWN)
     raise ExportError(
         f"sections would not train the model as it is written ({which}): the loss differs by {apart:.2%}, "
-        f"{len(wrong)} of {len(worst)} gradients" + (f": {shown}{more}" if wrong else ""),
+        f"{len(wrong)} of {len(worst)} gradients" + (f": {shown}" if wrong else ""),
         source=source,
         field="model",
         allowed="operations that torch.export records: no state kept in Python, no hooks; a backward of its own in "

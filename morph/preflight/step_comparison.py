@@ -20,6 +20,7 @@ from morph.cutting.trial_run.trial import rms, run_users_code
 from morph.jobs.job import Job
 from morph.runtime.state.accumulators import Reduced, finish_all
 from morph.runtime.state.unit_state import UnitState, apply_all, norms_sq, update_rules
+from morph.words import listed
 
 NUM_STEPS = 2
 """Number of optimizer steps to compare: a schedule that warms up may begin with a step of length 0."""
@@ -79,7 +80,7 @@ class StepTrial:
         if any(not value <= 1.0 for value in alone.values()):
             raise ExportError(
                 f"sections would not train the model as it is written: the weights after {NUM_STEPS} steps differ, "
-                f"{len(wrong)} of {len(apart)}: {_named(wrong)}",
+                f"{len(wrong)} of {len(apart)}: {listed(wrong, _SHOWN)}",
                 source=source,
                 field="model",
             )
@@ -87,7 +88,7 @@ class StepTrial:
             raise wrong_job(
                 "optimizer",
                 f"the weights after {NUM_STEPS} steps differ if each parameter unit has its own optimizer, "
-                f"{len(wrong)} of {len(apart)}: {_named(wrong)}; `morph trace-deps` looks for the cause",
+                f"{len(wrong)} of {len(apart)}: {listed(wrong, _SHOWN)}; `morph trace-deps` looks for the cause",
                 allowed="an optimizer that computes each parameter's step from that parameter and its gradient",
             )
         return _RELATIVE * max(alone.values(), default=0.0)
@@ -159,7 +160,3 @@ class Sums:
             if overflowed:
                 state.rescale(reduced[unit])
         return not overflowed
-
-
-def _named(wrong: Sequence[str]) -> str:
-    return ", ".join(wrong[:_SHOWN]) + (f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else "")

@@ -19,7 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from morph.contract.errors import CheckpointError, InputError
-from morph.contract.files import locked
+from morph.file_lock import locked
 from morph.spot.storage import read_newest, write_backup
 
 log = logging.getLogger("morph.spot")

@@ -38,16 +38,16 @@ def write_backup(url: str, path: Path) -> int:
         filesystem.makedirs(folder, exist_ok=True)
         entries: dict[str, dict[str, Any]] = {}
         folders: list[str] = []
-        for one in sorted([path, *path.rglob("*")]):
-            name = one.relative_to(path.parent).as_posix()
-            if one.is_dir():
+        for entry in sorted([path, *path.rglob("*")]):
+            name = entry.relative_to(path.parent).as_posix()
+            if entry.is_dir():
                 folders.append(name)
                 continue
-            entries[name] = {"bytes": one.stat().st_size, "sha256": _digest(one)}
-            filesystem.put_file(str(one), f"{folder}/{entries[name]['sha256']}")
+            entries[name] = {"bytes": entry.stat().st_size, "sha256": _digest(entry)}
+            filesystem.put_file(str(entry), f"{folder}/{entries[name]['sha256']}")
         manifest = {"schema_version": 2, "name": path.name, "files": entries, "folders": folders}
         write_atomically(f"{url.rstrip('/')}/b{number:08d}/{MANIFEST}", json.dumps(manifest).encode())
-        whole = [one for one in there if filesystem.exists(f"{root.rstrip('/')}/b{one:08d}/{MANIFEST}")]
+        whole = [each for each in there if filesystem.exists(f"{root.rstrip('/')}/b{each:08d}/{MANIFEST}")]
         for old in sorted(there):
             if old not in sorted(whole)[-(NUM_KEPT - 1) :]:
                 filesystem.rm(f"{root.rstrip('/')}/b{old:08d}", recursive=True)
@@ -102,7 +102,7 @@ def _fetched(filesystem: fsspec.AbstractFileSystem, folder: str, manifest: dict[
 
 def _numbers(filesystem: fsspec.AbstractFileSystem, root: str) -> list[int]:
     try:
-        names = [posixpath.basename(one.rstrip("/")) for one in filesystem.ls(root, detail=False)]
+        names = [posixpath.basename(path.rstrip("/")) for path in filesystem.ls(root, detail=False)]
     except FileNotFoundError:
         return []
     return [int(name[1:]) for name in names if name.startswith("b") and name[1:].isdecimal()]

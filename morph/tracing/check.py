@@ -19,6 +19,7 @@ from morph.cutting import CutModel, ExportedJob, Section, cut, export_job
 from morph.cutting.source.locate import definition_line, user_line
 from morph.cutting.trial_run.trial import example_batch, run_really
 from morph.data import MicroBatchLoader
+from morph.data.seeding import kept_generators
 from morph.jobs.job import Job
 from morph.runtime.state.optimizer_state import build_optimizer
 from morph.runtime.step.stage import run_step, seed_section
@@ -58,7 +59,7 @@ def check_dependencies(
     model = cut(program, num_sections=wanted, micro_batch_size=m)
     model = model.at(MicroBatchLoader.of(job, m).size(0, 0)[0])
     recorder = Recorder()
-    with torch.random.fork_rng(devices=[]):
+    with kept_generators():
         notes = _dry_run(job, program, model, step_function or _step, recorder, max_real_elements)
     _what_morph_does(job, model, recorder)
     findings = recorder.findings(job.allowed_dependencies)

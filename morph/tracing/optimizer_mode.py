@@ -84,10 +84,10 @@ class OptimizerMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tag = known.tag if known else None
         return _Number(value, tag, self) if type(value) is float and tag else value
 
-    def joined(self, operator: str, one: Tag, other: Tag) -> Tag:
+    def joined(self, operator: str, first: Tag, second: Tag) -> Tag:
         """Return the tag of a number made from two; units that meet in it for the first time are a finding."""
-        units, roots = one.units | other.units, one.roots | other.roots
-        if units not in (one.units, other.units):
+        units, roots = first.units | second.units, first.roots | second.roots
+        if units not in (first.units, second.units):
             key: Key = ("mixing", operator, here())
             self._recorder.add("mixing", "optimizer", operator, key[2], units, detail="number")
             roots |= {key}

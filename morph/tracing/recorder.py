@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from morph.tracing.findings import Finding, Kind, Phase, SourceLocation, Status
-from morph.words import counted, size_text
+from morph.words import counted, listed, size_text
 
 _LISTED = 3
 _ALLOW = "if it only lays values side by side or shows them, name its id in Job.allowed_dependencies"
@@ -46,14 +46,12 @@ def _activation(record: Record) -> tuple[str, str]:
 
 
 def _tied(record: Record) -> tuple[str, str]:
-    names = ", ".join(list(record.names)[:_LISTED])
-    more = f" and {len(record.names) - _LISTED} more" if len(record.names) > _LISTED else ""
     size = size_text(sum(record.names.values()))
     cost = f"{size} tied: held, with optimizer state, and summed between these sections at every step"
     advice = ""
     if len(record.names) > _LISTED:
         advice = "costly; a weight decay belongs into the optimizer, which adds it unit by unit"
-    return f"{names}{more}; {cost}", advice
+    return f"{listed(list(record.names), _LISTED)}; {cost}", advice
 
 
 def _morph(record: Record) -> tuple[str, str]:

@@ -160,7 +160,7 @@ def _skip(optimizer: Optimizer, before: Mapping[tuple[int, object], float]) -> N
 
 
 def _end(parameter: Parameter, optimizer: Optimizer) -> dict[str, object]:
-    groups = (group for group in optimizer.param_groups if any(one is parameter for one in group["params"]))
+    groups = (group for group in optimizer.param_groups if any(each is parameter for each in group["params"]))
     return {
         "value": parameter.detach(),
         "group": {key: value for key, value in next(groups, {}).items() if key not in NOT_HYPERPARAMETERS},
@@ -168,14 +168,14 @@ def _end(parameter: Parameter, optimizer: Optimizer) -> dict[str, object]:
     }
 
 
-def _same(one: object, other: object) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(_bits(one), _bits(other))
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    return type(one) is type(other) and (one == other or one != one)
+def _same(first: object, second: object) -> bool:
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        return first.shape == second.shape and first.dtype == second.dtype and torch.equal(_bits(first), _bits(second))
+    if isinstance(first, dict) and isinstance(second, dict):
+        return first.keys() == second.keys() and all(_same(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and isinstance(second, list | tuple):
+        return len(first) == len(second) and all(map(_same, first, second))
+    return type(first) is type(second) and (first == second or first != first)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -111,15 +111,9 @@ ARGUMENTS: Mapping[str, Rule] = {
     **_no_effect("nothing is written there", "output_dir"),
     **_no_effect("the plan decides what is recomputed", "activation_checkpointing", "gradient_checkpointing"),
     **_no_effect(
-        "the plan decides what is recomputed",
-        "activation_checkpointing_kwargs",
-        "gradient_checkpointing_kwargs",
+        "the plan decides what is recomputed", "activation_checkpointing_kwargs", "gradient_checkpointing_kwargs"
     ),
-    **_no_effect(
-        _TRACKERS,
-        "report_to",
-        "project",
-    ),
+    **_no_effect(_TRACKERS, "report_to", "project"),
     **_no_effect("the run's page and journal have every step", "logging_strategy", "logging_steps"),
     **_no_effect("the run's page and journal have every step", "logging_first_step", "logging_dir"),
     **_no_effect("the run's page and journal have every step", "log_on_each_node", "logging_nan_inf_filter"),

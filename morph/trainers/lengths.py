@@ -77,8 +77,7 @@ def fields_of_lengths(
 
 
 def _collated(collate: Any, samples: list[Any]) -> Entries:
-    with own_generators() as seed_all:
-        seed_all(0)
+    with own_generators(0):
         return flat_sample(collate(samples), "collate_fn()", collated=True).entries
 
 

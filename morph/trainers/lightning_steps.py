@@ -48,15 +48,12 @@ def own_steps(
     limit = getattr(trainer, "limit_train_batches", 1.0)
     settings["limit_train_batches"] = limit if isinstance(limit, int) else 1.0
     with quietly() as seed_all:
-        twin = _copy(module)
-        data = _first(loader, batch_size, accumulated, ends_short=True)
-        job = make_job(twin, data(), _trainer(module, trainer, settings), **given)
-        if job.lengths is not None and accumulated > 1:  # a short step would have to hold the loop's own batches
-            data = _first(loader, batch_size, accumulated, ends_short=False)
+        for ends_short in (True, False):
+            data = _first(loader, batch_size, accumulated, ends_short=ends_short)
+            job = make_job(_copy(module), data(), _trainer(module, trainer, settings), **given)
             seed_all(0)
-            twin = _copy(module)
-            job = make_job(twin, data(), _trainer(module, trainer, settings), **given)
-        seed_all(0)
+            if job.lengths is None or accumulated == 1:  # else a short step would have to hold the loop's own batches
+                break
         twin = _copy(module)
         losses = _fit(twin, data(), partial(_trainer, module, trainer, settings), num_steps)
     weights = {name: value.detach() for name, value in twin.named_parameters() if value.requires_grad}

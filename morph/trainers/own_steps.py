@@ -166,9 +166,8 @@ def quietly() -> Iterator[Callable[[int], None]]:
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with own_generators() as seed_all, warnings.catch_warnings():
+        with own_generators(0) as seed_all, warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            seed_all(0)
             with redirect_stdout(io.StringIO()), redirect_stderr(io.StringIO()):
                 yield seed_all
     finally:

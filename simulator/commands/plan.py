@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from simulator.inputs.request import ObjectiveName
 
 _NO_ZONE_LINKS = (
-    "links between zones were not measured: they are taken for links between nodes (--set zone_gbit_per_s, "
+    "links between zones were not measured: those between nodes are used instead (--set zone_gbit_per_s, "
     "or `morph calibrate --between-zones`)"
 )
 _FOR_PROGRESS = ("revocations_per_hour", "pause_s", "replacement_s", "revoked_together")
@@ -232,14 +232,14 @@ def _numbers(given: dict[str, Any], gpus: str | None, aim: AimName) -> range | N
         given["--gpus A..B"] = gpus
     single = ["-o", "--budget", "--jitter-seed", "--objective dollars", "--objective progress"]
     refuse_together(given, "--gpus A..B", single, "it answers for one number of GPUs")
-    for other, options in {
+    for needed, options in {
         "--gpus A..B": ("--csv", "--png"),
         "--jitter-seed": ("--set num_draws",),
         "--price": ("--budget",),
         "--objective progress": tuple(f"--set {name}" for name in _FOR_PROGRESS),
     }.items():
         for option in options:
-            require(given, option, other)
+            require(given, option, needed)
     return numbers
 
 

@@ -106,13 +106,13 @@ def refuse_together(given: Mapping[str, object], option: str, others: Sequence[s
         raise PlanError(f"cannot be combined with {clash[0]}: {why}", field=option, value=_shown(given[option]))
 
 
-def require(given: Mapping[str, object], option: str, other: str) -> None:
+def require(given: Mapping[str, object], option: str, needed: str) -> None:
     """Refuse an option without another option that it needs.
 
     PlanError if the other option is missing; the error names both.
     """
-    if option in given and other not in given:
-        raise PlanError(f"needs {other}", field=option, value=_shown(given[option]))
+    if option in given and needed not in given:
+        raise PlanError(f"needs {needed}", field=option, value=_shown(given[option]))
 
 
 def _shown(value: object) -> object:
@@ -145,8 +145,8 @@ def node_list(text: str) -> tuple[int, ...]:
     """
     sizes: list[int] = []
     for part in text.split(","):
-        found = re.fullmatch(r"\s*(\d{1,6})\s*x\s*(\d{1,4})\s*", part)
-        number, size = (int(found[1]), int(found[2])) if found else (0, 0)
+        match = re.fullmatch(r"\s*(\d{1,6})\s*x\s*(\d{1,4})\s*", part)
+        number, size = (int(match[1]), int(match[2])) if match else (0, 0)
         if number < 1 or size < 1 or sum(sizes) + number * size not in ranges.GPUS:
             allowed = "NODESxGPUS, separated by commas, as 16x1,4x4 (16 nodes with 1 GPU, 4 with 4)"
             raise PlanError("is not a list of nodes", field="--nodes", value=text, allowed=allowed)

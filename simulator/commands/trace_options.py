@@ -66,7 +66,7 @@ def model_of(vms: int | None, like: Path | None, model: Path | None, drawn: Draw
     if vms is not None:
         if zones is not None and zones > vms:
             raise ConfigError("is more than there are VMs", field=f"{SET} zones", value=zones, allowed=f"1 to {vms}")
-        found = spot_model(
+        chosen = spot_model(
             vms,
             losses_per_vm_h=drawn.losses_per_vm_h,
             bulk_share=drawn.bulk_share,
@@ -74,9 +74,9 @@ def model_of(vms: int | None, like: Path | None, model: Path | None, drawn: Draw
             num_zones=zones or min(2, vms),
         )
     else:
-        found = fit(read_traces([like])) if like is not None else load_model(model)  # type: ignore[arg-type]
-        found = found if zones is None else found.with_zones(zones)
-    return found if drawn.notice is None else found.model_copy(update=_notice(str(drawn.notice)))
+        chosen = fit(read_traces([like])) if like is not None else load_model(model)  # type: ignore[arg-type]
+        chosen = chosen if zones is None else chosen.with_zones(zones)
+    return chosen if drawn.notice is None else chosen.model_copy(update=_notice(str(drawn.notice)))
 
 
 def _notice(text: str) -> dict[str, float]:

@@ -130,7 +130,7 @@ def finish_together(
         ready = np.full(len(ready), last)
     ends, waits = spans.latest(ready + rings.remaining_ns), np.zeros(len(spans.begin), np.int64)
     for span, before in rings.waits_for:
-        waits[span] = max(ends[other] for other in before)
+        waits[span] = max(ends[earlier] for earlier in before)
         ends[span] = max(ends[span], waits[span] + rings.whole_ns[span])
     free, tied = [ends[last] for last in rings.last_of], []
     for holders, duration in rings.tied:

@@ -44,16 +44,16 @@ class JoinedSections(SectionCosts):
         self._memory, self._all_reduces, self._mean_jitters = {}, {}, {}
 
     def _links(self, name: str) -> LinkCosts:
-        """Return the times of the link behind each section; between two types the slower type's or the zones' times."""
+        """Return the times of the link after each section; between two types, the slower type's or the zones' times."""
         links: LinkCosts = copy(getattr(self, name))
         zones = np.array([each.profile.environment.zone for each in self.of_types])
-        behind = np.append(self.type_of[1:], self.type_of[-1])
+        next_type = np.append(self.type_of[1:], self.type_of[-1])
         for field in vars(links):
             every = np.stack([getattr(getattr(each, name), field) for each in self.of_types])
             where = np.arange(self.num_sections)
-            times = np.maximum(every[self.type_of, where], every[behind, where])
+            times = np.maximum(every[self.type_of, where], every[next_type, where])
             if self.between_zones is not None:
-                crosses = zones[self.type_of] != zones[behind]
+                crosses = zones[self.type_of] != zones[next_type]
                 times = np.where(crosses, np.maximum(times, getattr(self.between_zones, field)), times)
             setattr(links, field, times)
         return links
@@ -88,23 +88,23 @@ class JoinedMemory(StageMemory):
         limits = zip(self.of_types, self._limits, strict=True)
         return tuple(NEVER - 1 if limit is None else each.usable_bytes(limit) for each, limit in limits)
 
-    def _chosen(self, begin: Ints, found: Callable[[int, StageMemory], Any]) -> Any:
-        """Return for each stage the value that ``found`` returns for the stage's type."""
-        every = np.stack(np.broadcast_arrays(begin, *(found(*each) for each in enumerate(self.of_types)))[1:])
+    def _chosen(self, begin: Ints, value_of: Callable[[int, StageMemory], Any]) -> Any:
+        """Return what ``value_of`` returns for each stage and the stage's type."""
+        every = np.stack(np.broadcast_arrays(begin, *(value_of(*each) for each in enumerate(self.of_types)))[1:])
         return np.take_along_axis(every, self._type_of[np.broadcast_to(begin, every.shape[1:])][None], 0)[0]
 
     def _of_one(self, begin: Ints) -> StageMemory:
         return self.of_types[int(self._type_of[begin].item())]
 
     def device_bytes(self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int = 0) -> Ints:
-        found: Ints = self._chosen(begin, lambda _, each: each.device_bytes(begin, end, window, recompute, live))
-        return found
+        sizes: Ints = self._chosen(begin, lambda _, each: each.device_bytes(begin, end, window, recompute, live))
+        return sizes
 
     def peak_bytes(
         self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int, more: Ints | int = 0
     ) -> Ints:
-        found: Ints = self._chosen(begin, lambda _, each: each.peak_bytes(begin, end, window, recompute, live, more))
-        return found
+        sizes: Ints = self._chosen(begin, lambda _, each: each.peak_bytes(begin, end, window, recompute, live, more))
+        return sizes
 
     def within(self, peak_bytes: Ints, begin: Ints, device_bytes: int) -> bool:  # noqa: ARG002
         limits = np.array([NEVER if limit is None else limit for limit in self._limits], np.int64)
@@ -131,8 +131,8 @@ class JoinedMemory(StageMemory):
         return most
 
     def host_bytes(self, begin: Ints, end: Ints) -> Ints:
-        found: Ints = self._chosen(begin, lambda _, each: each.host_bytes(begin, end))
-        return found
+        sizes: Ints = self._chosen(begin, lambda _, each: each.host_bytes(begin, end))
+        return sizes
 
     def host_parts(self, begin: Ints, end: Ints) -> Parts:
         return self._of_one(begin).host_parts(begin, end)

@@ -132,8 +132,8 @@ class StageMemory:
         held = [m * section.activation_bytes_per_sample + own for section, own in zip(sections, batches, strict=True)]
         self.activations = running_sums(held)
         peaks = [
-            max(section.peak_bytes.get(m, 0) + own, kept) + behind
-            for section, own, kept, behind in zip(sections, batches, held, crossing[1:], strict=True)
+            max(section.peak_bytes.get(m, 0) + own, kept) + outgoing
+            for section, own, kept, outgoing in zip(sections, batches, held, crossing[1:], strict=True)
         ]
         self._peaks: Ints = self.activations[:-1] + np.array(peaks, np.int64)
         self._crossing: Ints = np.array(crossing, np.int64)
@@ -306,8 +306,8 @@ class StageMemory:
         if grouped and self.group_sizes:
             taken, stored = (tables[:, begin, end] for tables in self.all_group_tables)
             most = np.maximum(most, _most(usable - taken, stored).max(0))
-        found: Ints = np.where(self.limited_tables[2][begin, end] > usable, 0, np.maximum(0, most))
-        return found
+        windows: Ints = np.where(self.limited_tables[2][begin, end] > usable, 0, np.maximum(0, most))
+        return windows
 
     @cached_property
     def tables(self) -> tuple[Ints, Ints, Ints]:
@@ -375,8 +375,8 @@ class StageMemory:
         if self._constants[-1]:
             parts["frozen weights"] = self._constants[end] - self._constants[begin]
         if self.rules.mailboxes and self.apart:
-            behind, before = np.asarray(begin) > 0, np.asarray(end) < self._num_sections
-            num = 2 if self.rules.changes else behind.astype(np.int64) + before  # it keeps earlier ones
+            has_previous, has_next = np.asarray(begin) > 0, np.asarray(end) < self._num_sections
+            num = 2 if self.rules.changes else has_previous.astype(np.int64) + has_next  # earlier mailboxes are kept
             parts["mailboxes"] = MAILBOX_SLOTS * MAILBOX_SLOT_BYTES * (num + np.zeros_like(parts["parameters"]))
         if self._rings_on_device:
             parts["NCCL"] = self._environment.ring_bytes * self._num_rings(begin, end)
@@ -447,8 +447,8 @@ class StageMemory:
             table = np.zeros((size, size + 1), np.int64)
             table[:, 1:] = np.maximum.accumulate(np.where(held, values, least), axis=1) * held
             self._largest[key] = table
-        found: Ints = self._largest[key][begin, end]
-        return found
+        largest: Ints = self._largest[key][begin, end]
+        return largest
 
     @cached_property
     def _largest(self) -> dict[int, Ints]:
@@ -525,5 +525,5 @@ def next_host_bytes(memory: StageMemory, begin: Ints, end: Ints, recompute: Flag
     kept = np.roll(memory.crossing(begin), -1) + memory.crossing(begin)
     if name == "eflb":
         kept = kept + next_activations(memory, begin, end, recompute)
-    found: Ints = num_micro_batches * kept
-    return found
+    num_bytes: Ints = num_micro_batches * kept
+    return num_bytes

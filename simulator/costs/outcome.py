@@ -1,6 +1,6 @@
 """Simulates one shape's mini-batch: first as planned, then under the conditions in which it will run.
 
-Orders are planned with the rules of :mod:`simulator.engine.mini_batch`, for workers with their own devices and links.
+Orders are planned with the rules of :mod:`simulator.engine.pipeline`, for workers with their own devices and links.
 Shared links and cores, slow workers and varying times are then simulated by executing those orders
 (:mod:`simulator.engine.execution`), as an executor does.
 """
@@ -17,7 +17,7 @@ from simulator.costs.reductions import rings
 from simulator.costs.stage_costs import StageCosts
 from simulator.costs.worker_times import is_plain, to_come_ns, worker_times
 from simulator.engine.execution import execute_orders
-from simulator.engine.mini_batch import run_pipeline
+from simulator.engine.pipeline import run_pipeline
 from simulator.engine.times import Played
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.jitter import JitterDraw, Spread, has_jitter, spread_of
@@ -152,7 +152,7 @@ class ShapeSimulator:
     def orders(self, costs: StageCosts, counts: tuple[int, ...]) -> list[tuple[str, ...]]:
         """The planned order of each stage of each replica; the latest are kept, to describe what was played."""
         sizes = _sizes(counts)
-        by_size = next((found for latest, found in self._latest if latest is costs), {})
+        by_size = next((known for latest, known in self._latest if latest is costs), {})
         if not by_size.keys() >= set(sizes):
             played = self.engine.run_pipeline(costs.times, sizes, schedule=costs.schedule, keep_orders=True)
             by_size = dict(zip(sizes, played.orders, strict=True))

@@ -83,8 +83,8 @@ class Reductions:
 
     def latest(self, values: Ints) -> Ints:
         """Return the maximum over each stage's sections: from [K, ...] to [P, ...]."""
-        found: Ints = np.maximum.reduceat(values, self.begin, axis=0)
-        return found
+        largest: Ints = np.maximum.reduceat(values, self.begin, axis=0)
+        return largest
 
     def exposed_ns(self, num_replicas: int, to_come_ns: Ints) -> Ints:
         """Return E of each stage plus its tied rings, given the rest of the last backward at each section: int64[P]."""

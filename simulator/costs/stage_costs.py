@@ -232,8 +232,8 @@ class StageCosts:
         begin, end = (where[stage : stage + 1] for where in self.spans)
         here = slice(stage, stage + 1)
         window, again, live = self.times.window[here], self.times.recompute[here], self.live[here]
-        found = self.memory.moments(begin, end, window, again, live)
-        moments = {moment: _sorted_parts(parts) for moment, parts in found.items()}
+        parts_of = self.memory.moments(begin, end, window, again, live)
+        moments = {moment: _sorted_parts(parts) for moment, parts in parts_of.items()}
         fullest = max(moments, key=lambda moment: sum(moments[moment].values()))
         parts = moments[fullest] | _sorted_parts({name: of[stage] for name, of in self.redundant_parts.items()})
         more = int(self.memory_bytes[stage]) - sum(parts.values())
@@ -282,8 +282,8 @@ class StageCosts:
         size = self.live[self.reduced.stage]
         end = self.spans[1][self.reduced.stage]
         behind = (end - 1 - sections) // np.maximum(1, size) + 1
-        found: Ints = np.where(size > 0, np.maximum(first, end - behind * size), first)
-        return found
+        starts: Ints = np.where(size > 0, np.maximum(first, end - behind * size), first)
+        return starts
 
     @property
     def last_group(self) -> Ints:

@@ -94,8 +94,8 @@ class ShapeTimes:
             order = np.argsort(self.node, axis=None, kind="stable")
             nodes, owners = self.node.ravel()[order], order % self.num_replicas
             together = (nodes[1:] == nodes[:-1]) & (owners[1:] != owners[:-1])
-            for one, other in zip(owners[1:][together].tolist(), owners[:-1][together].tolist(), strict=True):
-                leader[find(one)] = find(other)
+            for owner, neighbour in zip(owners[1:][together].tolist(), owners[:-1][together].tolist(), strict=True):
+                leader[find(owner)] = find(neighbour)
         members: dict[int, list[int]] = {}
         for replica in range(self.num_replicas):
             members.setdefault(find(replica), []).append(replica)
@@ -172,11 +172,11 @@ def _merged(shares: Iterable[tuple[tuple[int, ...], Played]], num_stages: int, n
         ended[:, list(company)] = played.last_backward_ns
         if played.redone_ns is not None:
             redone[:, list(company)], eager = played.redone_ns, True
-        for name, found in by_replica.items():
+        for name, entries in by_replica.items():
             of_company = getattr(played, name)
             if of_company:  # otherwise it was not requested
-                found.update(zip(company, of_company, strict=True))
-    kept = {name: tuple(found[d] for d in sorted(found)) for name, found in by_replica.items()}
+                entries.update(zip(company, of_company, strict=True))
+    kept = {name: tuple(entries[d] for d in sorted(entries)) for name, entries in by_replica.items()}
     return Played(ended, redone_ns=redone if eager else None, **kept)
 
 
@@ -209,8 +209,8 @@ def _channels(times: ShapeTimes) -> tuple[npt.NDArray[np.void], Ints, Ints, Ints
         times.gradient_wire_ns[behind],
         *[times.gradient_wire_ns[behind] * far] * copies,
     )
-    latencies = np.concatenate([_by_lane(_as_long(one, longest)) for one in sent])
-    wires = np.concatenate([_by_lane(one) for one in on_wire])
+    latencies = np.concatenate([_by_lane(_as_long(each, longest)) for each in sent])
+    wires = np.concatenate([_by_lane(each) for each in on_wire])
     return channels.copy(), latencies, np.where(shared, np.maximum(1, wires), wires), leaving, entering
 
 
@@ -379,7 +379,7 @@ def _execute_together(
         own = progress
         if number < len(runs) - 1:
             fewest = num_micro_batches[number:].min(axis=0)
-            prefix = np.min([_num_common(packed[number], other) for other in packed[number + 1 :]], axis=0)
+            prefix = np.min([_num_common(packed[number], later) for later in packed[number + 1 :]], axis=0)
             play(progress, fewest, packed[number], np.stack([_by_lane(prefix), fewest[lanes["replica"]]], axis=1))
             own = progress.copy()
         play(own, num_micro_batches[number], packed[number], everything)
@@ -387,10 +387,10 @@ def _execute_together(
     return results
 
 
-def _num_common(one: Letters, other: Letters) -> Ints:
+def _num_common(first: Letters, second: Letters) -> Ints:
     """Return how many letters two orders have in common before they first differ: [P, D]."""
-    differ = one != other
-    num_common: Ints = np.where(differ.any(axis=2), differ.argmax(axis=2), one.shape[2])
+    differ = first != second
+    num_common: Ints = np.where(differ.any(axis=2), differ.argmax(axis=2), first.shape[2])
     return num_common
 
 

@@ -343,7 +343,7 @@ def _play(rules, counts, fixed, skip, keep_orders, keep_times):  # type: ignore[
 
 
 def play(rules: Any, counts: Any, fixed: Any, skip: bool, keep_orders: bool, keep_times: bool) -> Any:
-    """Run the loop; see :func:`simulator.engine.mini_batch.run_pipeline`.
+    """Run the loop; see :func:`simulator.engine.pipeline.run_pipeline`.
 
     Args:
         rules: Structured array of ``STAGE``, length P.

@@ -1,6 +1,6 @@
 """The reference engine: the pipelines of a mini-batch as SimPy processes, in the words of the rules.
 
-It plays what the compiled loops play (:mod:`simulator.engine.mini_batch` and :mod:`simulator.engine.execution`), to the
+It plays what the compiled loops play (:mod:`simulator.engine.pipeline` and :mod:`simulator.engine.execution`), to the
 nanosecond, and is written to be read: tests hold the loops against it, and docs/how-it-works/simulator.md quotes it.
 Each stage of each replica is a process (``StageWorker``), and so is each direction between two of them (``Channel``).
 
@@ -446,8 +446,8 @@ class _Play:
         redone_ns = [[spans[s, d][:, :, 1].max() for d in replicas] for s in stages] if redundant else None
         return Played(
             last_ns,
-            tuple(tuple("".join(letter for letter, _ in one.tasks) for one in row) for row in by_replica),
-            tuple(tuple(np.array([start for _, start in one.tasks]) for one in row) for row in by_replica),
+            tuple(tuple("".join(letter for letter, _ in each.tasks) for each in row) for row in by_replica),
+            tuple(tuple(np.array([start for _, start in each.tasks]) for each in row) for row in by_replica),
             None if redone_ns is None else np.maximum(last_ns, redone_ns),
             tuple(tuple(spans[s, d] for s in stages) for d in replicas) if redundant else (),
         )
@@ -457,7 +457,7 @@ class _Play:
 
 
 def run_pipeline(times: StageTimes, counts: tuple[int, ...], *, schedule: Schedule = "varuna", **_kept: bool) -> Played:
-    """See :func:`simulator.engine.mini_batch.run_pipeline`; orders and times are always kept.
+    """See :func:`simulator.engine.pipeline.run_pipeline`; orders and times are always kept.
 
     Raises PlanError for more tasks than ``MOST_TASKS``, or a fixed order that waits for itself.
     """

@@ -89,8 +89,8 @@ def layouts(
         return [lone_workers(num_stages, num_stages, factor)]
     if conditions.node_sizes is None:
         return [lone_workers(num_stages)]
-    found = placements(num_stages, num_replicas, conditions.node_sizes)
-    return [placed(measured, placement) for placement in found]
+    candidates = placements(num_stages, num_replicas, conditions.node_sizes)
+    return [placed(measured, placement) for placement in candidates]
 
 
 def placed(measured: tuple[Contention, ...], placement: Placement, beside: Sequence[Placement] = ()) -> Layout:

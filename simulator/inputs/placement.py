@@ -101,7 +101,7 @@ def place(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> Placement
         rows = tuple(tuple(slots[d * num_stages : (d + 1) * num_stages]) for d in range(num_replicas))
         return Placement(tuple(sizes), rows)
     tries = [place_pipelines([num_stages] * num_replicas, sizes, in_pairs=in_pairs) for in_pairs in (False, True)]
-    return min((Placement(tuple(sizes), rows) for rows in tries), key=lambda one: one.num_pieces)
+    return min((Placement(tuple(sizes), rows) for rows in tries), key=lambda placement: placement.num_pieces)
 
 
 def placements(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> list[Placement]:
@@ -118,7 +118,7 @@ def placements(num_stages: int, num_replicas: int, sizes: Sequence[int]) -> list
         if num_workers < num_gpus <= sizes[0]:
             continue
         few = place(num_stages, num_replicas, _first_gpus(sizes, num_gpus))
-        if all(few.nodes != other.nodes for other in answers):
+        if all(few.nodes != answer.nodes for answer in answers):
             answers.append(Placement(tuple(sizes), few.nodes))
     return answers
 
@@ -160,9 +160,9 @@ def _pieces(free: list[int], wanted: int, in_pairs: bool) -> list[tuple[int, int
         for node, room in enumerate(free):
             by_room.setdefault(room, node)
         for room in sorted(by_room, reverse=True):
-            other = by_room.get(wanted - room)
-            if room > 0 and other is not None and other != by_room[room]:
-                return [(by_room[room], room), (other, wanted - room)]
+            partner = by_room.get(wanted - room)
+            if room > 0 and partner is not None and partner != by_room[room]:
+                return [(by_room[room], room), (partner, wanted - room)]
         half = wanted // 2
         if wanted % 2 == 0 and free.count(half) > 1:
             first = free.index(half)

@@ -138,17 +138,18 @@ class SlowestAllReduce:
         every: list[OneAllReduce] = []
         for each in all_reduces:
             every += each.each if isinstance(each, SlowestAllReduce) else (each,)
-        return cls(tuple({id(one): one for one in every}.values()))
+        return cls(tuple({id(all_reduce): all_reduce for all_reduce in every}.values()))
 
     def times_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
-        times: npt.NDArray[np.int64] = np.max([one.times_ns(ring_size, sizes_bytes) for one in self.each], axis=0)
-        if len({zone for one in self.each for zone in one.zones}) > 1:
+        times: npt.NDArray[np.int64] = np.max([ring.times_ns(ring_size, sizes_bytes) for ring in self.each], axis=0)
+        if len({zone for ring in self.each for zone in ring.zones}) > 1:
             times = np.maximum(times, self.each[0].over_zones(ring_size, sizes_bytes))
         return times
 
     def by_section_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
-        times: npt.NDArray[np.int64] = np.max([one.by_section_ns(ring_size, sizes_bytes) for one in self.each], axis=0)
-        zones = np.array(np.broadcast_arrays(*(one.zones for one in self.each)))
+        every = [ring.by_section_ns(ring_size, sizes_bytes) for ring in self.each]
+        times: npt.NDArray[np.int64] = np.max(every, axis=0)
+        zones = np.array(np.broadcast_arrays(*(ring.zones for ring in self.each)))
         crossing = (zones != zones[0]).any(axis=0)
         if crossing.any():
             over = self.each[0].over_zones(ring_size, sizes_bytes)
@@ -176,7 +177,7 @@ class JoinedAllReduce:
         return SlowestAllReduce(self.each).times_ns(ring_size, sizes_bytes)
 
     def by_section_ns(self, ring_size: int, sizes_bytes: Floats) -> npt.NDArray[np.int64]:
-        every = np.stack([one.by_section_ns(ring_size, sizes_bytes) for one in self.each])
+        every = np.stack([ring.by_section_ns(ring_size, sizes_bytes) for ring in self.each])
         times: npt.NDArray[np.int64] = np.moveaxis(every, -1, 1)[self.type_of, np.arange(len(self.type_of))].T
         return times
 

@@ -139,11 +139,11 @@ def leftover_line(choice: PlanChoice) -> str:
         ]
         if not fuller:
             return f"{idle}: no better plan with {'it' if choice.num_idle == 1 else 'them'} was found"
-        place, other = max(fuller, key=lambda entry: (entry[1].num_workers, -entry[0]))
+        place, rival = max(fuller, key=lambda entry: (entry[1].num_workers, -entry[0]))
         if choice.objective == "usd_per_example":
-            return f"{idle}: {_spaced(other)} on {other.num_workers} costs {choice.worse(place):.1%} more per example"
-        longer = other.expected.mini_batch_s / plan.expected.mini_batch_s - 1
-        return f"{idle}: {_spaced(other)} on {other.num_workers} takes {_longer(longer)}"
+            return f"{idle}: {_spaced(rival)} on {rival.num_workers} costs {choice.worse(place):.1%} more per example"
+        longer = rival.expected.mini_batch_s / plan.expected.mini_batch_s - 1
+        return f"{idle}: {_spaced(rival)} on {rival.num_workers} takes {_longer(longer)}"
     busy = Counter(node for row in plan.placement for node in row)
     free = {node: size - busy[node] for node, size in enumerate(plan.node_sizes) if size > busy[node]}
     whole = Counter(plan.node_sizes[node] for node in free if not busy[node])
@@ -171,8 +171,8 @@ def price_lines(choice: PlanChoice) -> list[str]:
     if choice.objective == "usd_per_example":
         best = choice.best.expected.examples_per_s
         others = zip(choice.runners_up, choice.values[1:], strict=True)
-        found = [(plan.expected.examples_per_s / best - 1, usd / choice.values[0] - 1, plan) for plan, usd in others]
-        faster, dearer, plan = max(found, key=lambda each: each[0] - _WORTH_PAYING * each[1], default=(0, 0, None))
+        gains = [(plan.expected.examples_per_s / best - 1, usd / choice.values[0] - 1, plan) for plan, usd in others]
+        faster, dearer, plan = max(gains, key=lambda each: each[0] - _WORTH_PAYING * each[1], default=(0, 0, None))
         if plan is not None and faster >= 0.01 and faster >= _WORTH_PAYING * dearer:
             lines.append(f"{_spaced(plan)} is {faster:.0%} faster for {dearer:.1%} more dollars per example")
     return lines
@@ -263,11 +263,11 @@ def preference_line(choice: PlanChoice, errors: Errors, memory_bytes: int | None
     place = min(range(len(choice.values)), key=choice.worse)
     if not place:
         return ""
-    other = choice.simulations[place]
-    roomier = room_left(other, memory_bytes)[0] < errors.memory <= room_left(choice.best_simulation, memory_bytes)[0]
+    rival = choice.simulations[place]
+    roomier = room_left(rival, memory_bytes)[0] < errors.memory <= room_left(choice.best_simulation, memory_bytes)[0]
     better = {"examples_per_s": "faster", "usd_per_example": "cheaper", "progress": "better"}[choice.objective]
     return (
-        f"{_spaced(other.plan)} would be {-choice.worse(place):.1%} {better}, which is within the error of the times "
+        f"{_spaced(rival.plan)} would be {-choice.worse(place):.1%} {better}, which is within the error of the times "
         f"({errors.time:.1%}): the {'roomier' if roomier else 'simpler'} plan is chosen (not so with --tolerance 0)"
     )
 

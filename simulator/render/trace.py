@@ -86,8 +86,8 @@ def _draw_vms(axes: Any, trace: Trace, drawn: Sequence[Trace]) -> None:
     zones = list(dict.fromkeys(event.zone for event in trace.events))
     if drawn or len(zones) == 1:
         for label, color, each in (("one of the fit", FIT, drawn[:1]), ("trace", TRACE, [trace])):
-            for one in each:
-                times, counts = counts_of(one.events)
+            for shown in each:
+                times, counts = counts_of(shown.events)
                 axes.step(np.array(times) / 3600, counts, where="post", color=color, linewidth=1.2, label=label)
     else:
         every = np.array(sorted({0.0, *(event.time_s for event in trace.events)}))
@@ -137,10 +137,10 @@ def _draw_gaps(axes: Any, trace: Trace, drawn: Sequence[Trace]) -> None:
 
 
 def _whole(trace: Trace) -> TraceStatistics:
-    told = statistics_of(trace)
-    return told.get(ALL) or next(iter(told.values()))
+    by_zone = statistics_of(trace)
+    return by_zone.get(ALL) or next(iter(by_zone.values()))
 
 
-def _gaps_min(found: Sequence[Revocation]) -> list[float]:
-    times = sorted(one.time_s for one in found)
+def _gaps_min(revocations: Sequence[Revocation]) -> list[float]:
+    times = sorted(revocation.time_s for revocation in revocations)
     return [(later - time_s) / 60 for time_s, later in itertools.pairwise(times)]

@@ -112,8 +112,8 @@ def _from_events(lines: list[tuple[str, list[str]]], place: ZoneAndType, path: P
             raise TraceError("is not an event", source=where, field="event", value=event, allowed="'add' or 'remove'")
         if _NODE.fullmatch(node) is None:
             raise TraceError("is not a name", source=where, field="node", value=node, allowed="letters, digits, . _ -")
-        told = {"time_s": time_s, "event": event, "node_id": node}
-        events.append((where, TraceEvent.model_validate(told | _told(place, path))))
+        fields = {"time_s": time_s, "event": event, "node_id": node}
+        events.append((where, TraceEvent.model_validate(fields | _told(place, path))))
     check_order(events, "ms")
     return Trace(events=tuple(event for _, event in events)).from_first_event()
 
@@ -198,7 +198,7 @@ def _told(place: ZoneAndType, path: Path) -> dict[str, Any]:
 def _count(value: object, where: str) -> int:
     number = _number(value, where, "VMs", f"a whole number, 0 to {MOST_VMS}")
     if number != int(number) or number > MOST_VMS:
-        raise TraceError("is no number of VMs", source=where, value=value, allowed=f"a whole number, 0 to {MOST_VMS}")
+        raise TraceError("is not a VM count", source=where, value=value, allowed=f"a whole number, 0 to {MOST_VMS}")
     return int(number)
 
 
@@ -208,7 +208,7 @@ def _number(value: object, where: str, field: str, allowed: str) -> float:
     except ValueError:
         number = float("nan")
     if not 0 <= number < float("inf"):
-        raise TraceError("is no number", source=where, field=field, value=value, allowed=allowed)
+        raise TraceError("is not a number", source=where, field=field, value=value, allowed=allowed)
     return number
 
 

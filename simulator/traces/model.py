@@ -170,7 +170,8 @@ class _Drawing:
                 self._env.process(self._revocations(place, between_s, self._pause_ms(between_s)))
         while self._env.peek() / 1000 <= self._duration_s:
             self._env.step()
-        prices = sorted((price for place in range(len(self._model.zones)) for price in self._price(place)), key=_time)
+        drawn = (price for place in range(len(self._model.zones)) for price in self._price(place))
+        prices = sorted(drawn, key=lambda price: price.time_s)
         return Trace(events=tuple(self._events), prices=tuple(prices), end_s=self._duration_s)
 
     @property
@@ -251,10 +252,6 @@ def _own_rates(rates: Sequence[float], together: float) -> list[float]:
     if together == 1:
         return [begun / len(rates)] * len(rates)
     return [max(0.0, (rate - together * begun) / (1 - together)) for rate in rates]
-
-
-def _time(price: TracePrice) -> float:
-    return price.time_s
 
 
 def _names(num_zones: int) -> Sequence[str]:

@@ -96,7 +96,7 @@ def revocations_of(trace: Trace, window_s: float = WINDOW_S) -> list[Revocation]
 
 
 def counts_of(events: Iterable[TraceEvent]) -> tuple[list[float], list[int]]:
-    """Return times in seconds, and the number of VMs from each on."""
+    """Return the times (seconds) at which VMs come or go, and the number of VMs from each time on."""
     times, counts, now = [0.0], [0], 0
     for event in events:
         now += 1 if event.event == "add" else -1
@@ -145,7 +145,7 @@ def _of(zone: str, events: Sequence[TraceEvent], trace: Trace, revocations: Iter
         num_added=sum(event.event == "add" for event in events),
         num_lost=sum(lost for _, lost in lifetimes),
         num_noticed=len(leads),
-        sizes=dict(sorted(Counter(one.size for one in revocations if zone in (one.zone, ALL)).items())),
+        sizes=dict(sorted(Counter(each.size for each in revocations if zone in (each.zone, ALL)).items())),
         lifetimes=tuple(lifetimes),
         lead_s=float(np.mean(leads)) if leads else None,
         usd_per_h=float(np.mean(usd)) if usd else None,

@@ -164,12 +164,12 @@ def test_a_secret_that_cannot_be_one_is_refused(tmp_path: Path) -> None:
     short.chmod(0o600)
     for path, error in (
         (open_to_all, r"open: --token-file: others can read the secret \(got '0644'\); allowed: mode 0600"),
-        (short, "short: the secret has 5 characters; allowed: at least 16"),
+        (short, "short: the secret has only 5 characters; allowed: at least 16"),
         (tmp_path / "none", "none: --token-file: cannot be read: No such file"),
     ):
         with pytest.raises(ConfigError, match=error):
             find_token(path, None)
-    with pytest.raises(ConfigError, match="MORPH_PEER_TOKEN: the secret has 3 characters"):
+    with pytest.raises(ConfigError, match="MORPH_PEER_TOKEN: the secret has only 3 characters"):
         find_token(None, "abc")
-    with pytest.raises(ConfigError, match="--token-file: the two nodes need a secret by which they know each other"):
+    with pytest.raises(ConfigError, match="--token-file: the two nodes need a shared secret to recognise each other"):
         find_token(None, None)

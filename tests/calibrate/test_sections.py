@@ -38,7 +38,7 @@ def model(subject: Subject) -> CutModel:
 @pytest.fixture(scope="module")
 def measured(subject: Subject, model: CutModel) -> dict[str, SectionMeasurement]:
     with meter_of(subject, [subject.device]) as meter:
-        return meter.measure(model, Sampling(budget_s=0.0, most=6))
+        return meter(model, Sampling(budget_s=0.0, most=6))
 
 
 def test_each_kind_of_section_is_measured_once(model: CutModel, measured: dict[str, SectionMeasurement]) -> None:
@@ -135,7 +135,7 @@ def test_several_devices_measure_side_by_side_the_same_kinds(
     """Measure on two "devices" that are both the CPU: sizes must be equal, and times mean nothing."""
     monkeypatch.setattr("calibrate.helpers.crew.subprocess", SUBPROCESS)
     with meter_of(subject, [subject.device, subject.device]) as meter:
-        found = meter.measure(model, Sampling(budget_s=0.0, most=5))
+        found = meter(model, Sampling(budget_s=0.0, most=5))
     assert found.keys() == measured.keys()
     for kind, entry in found.items():
         assert entry.activation_bytes_per_sample == measured[kind].activation_bytes_per_sample

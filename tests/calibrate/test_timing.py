@@ -12,6 +12,7 @@ import torch
 
 from calibrate import calibrate
 from calibrate.computing import compute
+from calibrate.computing.meter import measure_here
 from calibrate.computing.sections import measure_benches
 from calibrate.computing.subject import load_subject
 from calibrate.links.network import NetworkMeasurement
@@ -291,19 +292,15 @@ def test_an_error_in_the_model_is_not_mistaken_for_lack_of_memory(job: str, monk
     def fail(*_: object) -> None:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr("calibrate.computing.meter.InThisProcess.measure", fail)
+    monkeypatch.setattr("calibrate.computing.meter.measure_here", fail)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         calibrate(job, num_samples=5)
 
 
 def fill_memory_from(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    from calibrate.computing.meter import InThisProcess
-
-    measured = InThisProcess.measure
-
-    def measure_or_fail(self: InThisProcess, model: object, sampling: object) -> object:
+    def measure_or_fail(subject: object, model: object, sampling: object) -> object:
         if model.micro_batch_size >= size:  # type: ignore[attr-defined]
             raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
-        return measured(self, model, sampling)  # type: ignore[arg-type]
+        return measure_here(subject, model, sampling)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(InThisProcess, "measure", measure_or_fail)
+    monkeypatch.setattr("calibrate.computing.meter.measure_here", measure_or_fail)

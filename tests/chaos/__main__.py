@@ -17,6 +17,7 @@ import sys
 import tempfile
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from morph.contract.profile import load_profile
@@ -25,7 +26,6 @@ from tests.chaos.faults import FAULTS, HARD
 from tests.chaos.playing import Bounds, Played, play
 from tests.chaos.world import JOB, Setting
 from tests.system.commands import morph
-from tests.system.harness import uninterrupted
 
 BOUNDS = Bounds(faults_s=300.0, stuck_s=400.0)
 LONG = Bounds(faults_s=0.0, stuck_s=400.0, apart_steps=(500, 5000))
@@ -48,7 +48,7 @@ def main() -> int:
     profile = folder / "profile.json"
     morph("calibrate", f"{JOB}:job", "-o", profile, "--samples", 5, "-m", 2)
     setting = Setting(profile, options.steps)
-    reference = uninterrupted(options.steps, folder / "reference", load_profile(profile).num_sections)
+    reference = _undisturbed(JOB, options.steps, profile, folder / "reference")
     total, until_s = Played(options.seed), time.monotonic() + options.minutes * 60
     while time.monotonic() < until_s:
         seed = options.seed + total.num_runs
@@ -66,6 +66,12 @@ def main() -> int:
     return 0
 
 
+def _undisturbed(job: Path, steps: int, profile: Path, folder: Path) -> dict[str, str]:
+    sections = load_profile(profile).num_sections
+    alone = run_single(f"{job}:job", steps=steps, num_sections=sections, micro_batch_size=2, checkpoint_url=str(folder))
+    return {unit.unit: unit.sha256 for unit in alone.units}
+
+
 def _long(steps: int, seed: int, folder: Path, piece_s: float | None) -> int:
     """Play one run with faults far apart, or a piece of it; return 1 if it failed."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,16 +80,10 @@ def _long(steps: int, seed: int, folder: Path, piece_s: float | None) -> int:
     if not pieces:
         morph("calibrate", f"{CHEAP}:job", "-o", profile, "--samples", 5, "-m", 2)
         (folder / "run").mkdir()
-    sections = load_profile(profile).num_sections
     setting = Setting(profile, steps, "processes", checkpoint_every=500, job=CHEAP)
 
-    def undisturbed() -> dict[str, str]:
-        alone = run_single(
-            f"{CHEAP}:job", steps=steps, num_sections=sections, micro_batch_size=2, checkpoint_url=str(folder / "alone")
-        )
-        return {unit.unit: unit.sha256 for unit in alone.units}
-
     seed += len(pieces)
+    undisturbed = partial(_undisturbed, CHEAP, steps, profile, folder / "alone")
     played = play(seed, setting, undisturbed, folder / "run", replace(LONG, piece_s=piece_s), FAULTS)
     pieces.append({"seed": seed, "steps": played.steps, "faults": dict(played.faults), "failures": played.failures})
     log.write_text(json.dumps(pieces, indent=2), encoding="utf-8")

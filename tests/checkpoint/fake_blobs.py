@@ -21,7 +21,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qsl, unquote, urlsplit
 from xml.sax.saxutils import escape
 
-from tests.waiting import BOUND_S
+from tests.http_service import answer, body_of, serving
 
 ACCOUNT, CONTAINER = "morphtest", "checkpoints"
 SIGNED_HEADERS = (
@@ -56,14 +56,8 @@ def blob_service() -> Iterator[BlobService]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"service": service}))
     server.daemon_threads = True
     service.port = server.server_port
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with serving(server):
         yield service
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(BOUND_S)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -75,7 +69,7 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing."""
 
     def _do(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = body_of(self)
         place = urlsplit(self.path)
         query = dict(parse_qsl(place.query, keep_blank_values=True))
         name = unquote(place.path.removeprefix(f"/{ACCOUNT}/").removeprefix(CONTAINER)).lstrip("/")
@@ -203,10 +197,4 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(status, text.encode(), {"x-ms-error-code": code, "Content-Type": "application/xml"})
 
     def _answer(self, status: int, body: bytes = b"", headers: dict[str, str] | None = None) -> None:
-        self.send_response(status)
-        for name, value in ({"x-ms-version": "2021-12-02", "x-ms-request-id": "r"} | (headers or {})).items():
-            self.send_header(name, value)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body)
+        answer(self, status, body, {"x-ms-version": "2021-12-02", "x-ms-request-id": "r"} | (headers or {}))

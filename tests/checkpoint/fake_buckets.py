@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.waiting import BOUND_S
+from tests.http_service import serving
 
 REGION = "us-east-1"
 
@@ -50,7 +50,7 @@ def bucket_service() -> Iterator[BucketService]:
     wanted = "pip install -e '.[dev]'"
     pytest.importorskip("s3fs", reason=wanted)
     application = pytest.importorskip("moto.moto_server.werkzeug_app", reason=wanted)
-    serving, models = pytest.importorskip("werkzeug.serving"), pytest.importorskip("moto.s3.models")
+    werkzeug, models = pytest.importorskip("werkzeug.serving"), pytest.importorskip("moto.s3.models")
     service = BucketService()
     backend = models.s3_backends["123456789012"]["aws"]
     backend.create_bucket(service.bucket, REGION)
@@ -69,14 +69,8 @@ def bucket_service() -> Iterator[BucketService]:
         start(f"{status} {code}", [("Content-Type", "application/xml")])
         return [f"<Error><Code>{code}</Code><Message>injected</Message></Error>".encode()]
 
-    quiet = type("Quiet", (serving.WSGIRequestHandler,), {"log": lambda *_: None})
-    server = serving.make_server("127.0.0.1", 0, answer, threaded=True, request_handler=quiet)
+    quiet = type("Quiet", (werkzeug.WSGIRequestHandler,), {"log": lambda *_: None})
+    server = werkzeug.make_server("127.0.0.1", 0, answer, threaded=True, request_handler=quiet)
     service.port = server.port
-    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    try:
+    with serving(server):
         yield service
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join(BOUND_S)

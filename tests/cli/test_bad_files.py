@@ -129,12 +129,7 @@ def test_every_number_has_a_range(kind: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "place", "value", "says"),
     [
-        (
-            "local",
-            "policy.heartbeat_timeout_s",
-            1e300,
-            "(got 1e+300); allowed: a number above 0 and at most 10",
-        ),
+        ("local", "policy.heartbeat_timeout_s", 1e300, "(got 1e+300); allowed: a number above 0 and at most 10"),
         ("local", "policy.rules.wait.vms_patience_s", 1e10, "allowed: a number above 0 and at most 1000000000"),
         ("local", "policy.takeover_patience_s", 1e300, "allowed: a number at least 0 and at most 1000000000"),
         ("local", "policy.checkpoint_every_steps", 10**20, "allowed: an integer at least 1 and at most 2147483648"),
@@ -243,18 +238,8 @@ def test_keys_left_out_keep_their_defaults(tmp_path: Path) -> None:
         ("vms: {links: nvlink}", "vms.links", "nvlink", "auto or ipc or staged"),
         ("vms: {kind: moon}", "vms.kind", "moon", "local or azure or aws or slurm or static"),
         ("vms: {memory_bytes: -1}", "vms.memory_bytes", -1, "an integer at least 1 and at most 1125899906842624"),
-        (
-            "vms: 6",
-            "vms",
-            6,
-            "the keys " + ", ".join(LocalVms.model_fields),
-        ),
-        (
-            "vms: {gpus: 6}",
-            "vms.gpus",
-            6,
-            "the keys " + ", ".join(LocalVms.model_fields),
-        ),
+        ("vms: 6", "vms", 6, "the keys " + ", ".join(LocalVms.model_fields)),
+        ("vms: {gpus: 6}", "vms.gpus", 6, "the keys " + ", ".join(LocalVms.model_fields)),
         ("vmz: 6", "vmz", 6, "the keys vms, policy, samples, trackers, callbacks, notify"),
         (
             "policy: {heartbeat_timeout_s: 0}",

@@ -39,18 +39,10 @@ HEADER = "time_s,event,node_id\n"
         ("--steps", "nan", "--steps: must be an integer"),
         ("--trace-speed", "0", "--trace-speed: must be at least 0.001 (got '0')"),
         ("--trace-speed", "nan", "--trace-speed: must be at most 1000000000 (got 'nan')"),
-        (
-            "--steps",
-            str(10**20),
-            f"--steps: must be at most 2147483648 (got '{10**20}')",
-        ),
+        ("--steps", str(10**20), f"--steps: must be at most 2147483648 (got '{10**20}')"),
         ("--price", "inf", "--price: must be at most 1000000 (got 'inf')"),
         ("--on-demand-price", "1e300", "--on-demand-price: must be at most 1000000 (got '1e300')"),
-        (
-            "--trace-speed",
-            "inf",
-            "--trace-speed: must be at most 1000000000 (got 'inf')",
-        ),
+        ("--trace-speed", "inf", "--trace-speed: must be at most 1000000000 (got 'inf')"),
     ],
 )
 def test_a_wrong_option_is_refused_with_its_value(given: Given, option: str, value: str, problem: str) -> None:
@@ -183,10 +175,7 @@ def test_a_file_that_is_not_a_profile_is_refused(given: Given, name: str, proble
         (("plan", "--gpus", 0), "--gpus: is out of range (got 0); allowed: a whole number from 1 to 100000"),
         (("plan", "--gpus", 2, "--m", 3), "--m: does not divide the batch of 8 samples (got 3); allowed: 1, 2"),
         (("plan", "--gpus", 2, "--m", 5), "--m: was not measured (got 5); allowed: 1, 2"),
-        (
-            ("plan", "--gpus", 2, "--memory-gib", 1e-9),
-            "--memory-gib: the job does not fit in the memory of 2",
-        ),
+        (("plan", "--gpus", 2, "--memory-gib", 1e-9), "--memory-gib: the job does not fit in the memory of 2"),
         (("simulate", "-P", 3), "-P: the model cannot be cut so (got 3); allowed: 1 to 2 (its sections)"),
         (("simulate", "-P", 0), "-P: the model cannot be cut so (got 0); allowed: 1 to 2 (its sections)"),
         (("simulate", "-P", 2, "-D", 5), "-D: replicas cannot share the micro-batches (got 5); allowed: 1 to 4"),
@@ -416,10 +405,7 @@ def test_invalid_durations_are_refused_with_their_option(text: str) -> None:
     [
         ((), "exactly one option chooses the VMs; allowed: --mttp, --trace or --vm"),
         ((*BY_LIFETIMES, "--vm", "a"), "option chooses the VMs (got '--mttp --vm'); allowed: --mttp, --trace or --vm"),
-        (
-            ("--vm", "a", "--dry-run"),
-            "--vm: takes a VM now, so there is nothing to predict; allowed: no --dry-run",
-        ),
+        (("--vm", "a", "--dry-run"), "--vm: takes a VM now, so there is nothing to predict; allowed: no --dry-run"),
         (("--mttp", "3x"), "--mttp: is not a duration (got '3x')"),
         (
             ("--mttp", "0.5s"),

@@ -69,7 +69,7 @@ def test_a_dry_run_shows_the_cloud_config_without_secrets(tmp_path: Path) -> Non
     assert "(secret)" in shown["bootcmd"][0]
     path.write_text("vms: {kind: local}", encoding="utf-8")
     code, output = morph("cloud", "dry-run", AZURE, "--cluster", path)
-    assert (code, "vms.kind: is not that of the cloud file (got 'local'); allowed: azure" in output) == (2, True)
+    assert (code, "vms.kind: is not the cloud file's kind (got 'local'); allowed: azure" in output) == (2, True)
 
 
 @pytest.mark.parametrize(

@@ -26,19 +26,7 @@ from tests.cli.given import Given
 from tests.waiting import BOUND_S, poll_until
 
 COMMANDS = ("calibrate", "plan", "simulate", "run", "resume", "status", "demo", "trace-deps", "elastic")
-HEAVY = (
-    "torch",
-    "ray",
-    "numpy",
-    "fsspec",
-    "numba",
-    "pandas",
-    "matplotlib",
-    "simpy",
-    "transformers",
-    "yaml",
-    "psutil",
-)
+HEAVY = ("torch", "ray", "numpy", "fsspec", "numba", "pandas", "matplotlib", "simpy", "transformers", "yaml", "psutil")
 
 
 def run_python(code: str) -> str:

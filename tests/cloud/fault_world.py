@@ -141,12 +141,13 @@ class World:
         return 1e6 + (time.monotonic() - self._begin_s) * self.scale + self._skipped_s
 
     def skip(self, passed_s: float) -> None:
-        """Advance the controller's clock by this many seconds; later waits keep their length."""
+        """Advance the controller's clock by this many seconds."""
         self._skipped_s += passed_s
 
     def pause(self, wait_s: float) -> bool:
-        """Wait in the requesting thread; return whether the run is over."""
-        return self.over.wait(wait_s / self.scale)
+        """Let a wait of the requesting thread pass at once; return whether the run is over."""
+        self.skip(wait_s)
+        return self.over.is_set()
 
     def tell(self, event: Event) -> None:
         """Give the controller an event, and carry out its actions."""

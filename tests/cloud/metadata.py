@@ -6,12 +6,12 @@ import json
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from socketserver import TCPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any, Literal
 from urllib.parse import parse_qs, urlsplit
 
 from manager.engine.local_vms.namespaces import enter
+from tests.http_service import Server, answer, body_of
 from tests.waiting import BOUND_S
 
 ADDRESS = "169.254.169.254"
@@ -30,14 +30,6 @@ class Facts:
     start: Callable[[str], bool]
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def server_bind(self) -> None:
-        """Bind without looking up a host name: there is no name server."""
-        TCPServer.server_bind(self)
-
-
 class MetadataService:
     """Serves one host until ``close``; ``fault`` says how it fails, ``slow_s`` how long a slow answer takes."""
 
@@ -49,7 +41,7 @@ class MetadataService:
         self._facts = facts
         self._over = threading.Event()
         self._up = threading.Event()
-        self._http: ThreadingHTTPServer | None = None
+        self._http: Server | None = None
         self._thread = threading.Thread(target=self._run, args=(namespace,), name="metadata", daemon=True)
         self._thread.start()
         if not self._up.wait(BOUND_S) or self._http is None:
@@ -63,28 +55,15 @@ class MetadataService:
         self._thread.join(BOUND_S)
 
     def _run(self, namespace: str) -> None:
-        service = self
-
-        class Handler(BaseHTTPRequestHandler):
-            disable_nagle_algorithm = True  # header and body are two packets, of which the second would wait for 40 ms
-
-            def do_GET(self) -> None:
-                service.serve(self)
-
-            do_POST = do_GET  # noqa: N815
-
-            def log_message(self, *_: object) -> None:
-                pass
-
         try:
             enter(namespace)
-            self._http = _Server((ADDRESS, 80), Handler)
+            self._http = Server(self.serve, (ADDRESS, 80))
         finally:
             self._up.set()
         self._http.serve_forever(poll_interval=0.05)
 
     def serve(self, handler: BaseHTTPRequestHandler) -> None:
-        body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        body, handler.close_connection = body_of(handler), True
         path, query = urlsplit(handler.path).path, parse_qs(urlsplit(handler.path).query)
         self.num_asked += 1
         status, kind, text = 400, "application/json", json.dumps({"error": "Metadata: true is missing"})
@@ -102,12 +81,7 @@ class MetadataService:
                 text = json.dumps({"DocumentIncarnation": -1, "Events": "none"})
             elif self.fault == "not JSON":
                 text = "<html>"
-        data = text.encode()
-        handler.send_response(status)
-        handler.send_header("Content-Type", kind)
-        handler.send_header("Content-Length", str(len(data)))
-        handler.end_headers()
-        handler.wfile.write(data)
+        answer(handler, status, text.encode(), {"Content-Type": kind})
 
     def _answer(self, method: str, path: str, body: bytes) -> tuple[int, str, str]:
         facts = self._facts

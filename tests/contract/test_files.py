@@ -148,7 +148,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, load: Callable[[Pat
 
 def test_every_micro_batch_is_dealt_to_exactly_one_replica(planned: Plan) -> None:
     assert planned.micro_batches_per_replica == (3, 2, 2)
-    dealt = [number for replica in range(3) for number in planned.micro_batches_of(replica)]
+    dealt = [number for replica in range(3) for number in planned.share_of(replica, range(7))]
     assert dealt == list(range(7))
     assert planned.shape == "2x3"
     assert planned.num_workers == 6
@@ -185,7 +185,7 @@ def test_pipelines_of_a_plan_may_be_unequal() -> None:
     assert [list(planned.stages_of(replica)) for replica in range(3)] == [[0, 1], [0, 1], [2, 3, 4]]
     assert [list(planned.replicas_of(stage)) for stage in range(5)] == [[0, 1], [0, 1], [2], [2], [2]]
     assert [stage for stage in range(5) if planned.is_last(stage)] == [1, 4]
-    assert [list(planned.micro_batches_of(replica)) for replica in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert [list(planned.share_of(replica, range(7))) for replica in range(3)] == [[0, 1], [2, 3], [4, 5, 6]]
     assert [planned.position(stage) for stage in range(5)] == [0, 1, 0, 1, 2]
     assert planned.places == ((0, 0), (0, 1), (1, 0), (1, 1), (2, 2), (3, 2), (4, 2))
     assert kinds_in(planned.shape) == ((2, 2), (3, 1))

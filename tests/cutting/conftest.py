@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -100,12 +102,6 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def tools() -> Any:
-    class Tools:
-        build_whole = staticmethod(build_whole)
-        make_job = staticmethod(make_job)
-        run_sections = staticmethod(run_sections)
-        run_whole = staticmethod(run_whole)
-        stack = staticmethod(stack)
-
-    return Tools
+def tools() -> ModuleType:
+    """This module's functions."""
+    return sys.modules[__name__]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,7 @@ from morph.data import MicroBatchLoader, data_of, sample_indices
 from morph.data.batches import Recipe
 from morph.data.evaluation import EvaluationLoader
 from morph.data.loader import data_facts, rows_of
+from morph.data.seeding import own_generators
 from morph.jobs.changes import require_same
 from tests.data.jobs import job_with
 
@@ -161,18 +163,33 @@ def test_a_data_set_may_draw_while_it_is_built() -> None:
     assert not torch.equal(built(5), built(6))
 
 
+def states() -> tuple[Any, ...]:
+    return torch.get_rng_state().tolist(), str(np.random.get_state()[1:3]), random.getstate()
+
+
 def test_global_generators_are_left_alone_even_when_a_sample_fails() -> None:
     def fails(index: int) -> dict[str, Tensor]:
         drawn(index)
         raise OSError("gone")
 
-    def states() -> tuple[Any, ...]:
-        return torch.get_rng_state().tolist(), np.random.get_state()[1].tolist(), random.getstate()  # type: ignore[index]
-
     before = states()
     with pytest.raises(OSError, match="gone"):
         MicroBatchLoader(Counting(fails), seed=0, batch_size=2, micro_batch_size=2).load(0, 0, ["x"])
     MicroBatchLoader(Counting(drawn), seed=0, batch_size=2, micro_batch_size=2).load(0, 0, ["x"])
+    assert states() == before
+
+
+@pytest.mark.parametrize("order", list(itertools.permutations(range(4))))
+def test_blocks_that_end_in_any_order_leave_the_generators_as_before(order: tuple[int, ...]) -> None:
+    """Blocks of several threads overlap; nested ones end from the inside, and each outer one draws on."""
+    before, blocks, inside = states(), [own_generators() for _ in order], []
+    for number, block in enumerate(blocks):
+        block.__enter__()(number)
+        inside.append(states())
+    for place in order:
+        blocks[place].__exit__(None, None, None)
+        if order == (3, 2, 1, 0) and place:
+            assert states() == inside[place - 1]
     assert states() == before
 
 

@@ -16,12 +16,12 @@ from morph.cli.main import app
 from morph.contract.errors import InputError
 from morph.elastic import participation
 from morph.elastic import state as state_module
-from morph.elastic.codec import Address, decode, encode
 from morph.elastic.consensus.member import founder, initiate
 from morph.elastic.consensus.messages import Accept, Ballot, Excluded, Reconcile, Restart, Ring, Send, Stop
 from morph.elastic.mini_batches import batches
 from morph.elastic.optimizer import Optimizer
 from morph.elastic.participation import SNAPSHOT, STEP, CatchUpLog
+from morph.elastic.peers import Address, decode, encode
 from morph.elastic.shelf import Shelf
 from morph.elastic.state import TrainingState
 from morph.elastic.sums import BUCKET_BYTES, Accumulation, Kind, MemberSums, buckets_of

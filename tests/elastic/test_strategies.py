@@ -14,8 +14,7 @@ import pytest
 import torch
 from torch import nn
 
-from morph.elastic.codec import Address
-from morph.elastic.peers import Incoming
+from morph.elastic.peers import Address, Incoming
 from morph.elastic.replicas import Union, as_vector, move_to
 from morph.elastic.shelf import Fetcher, Shelf
 from morph.elastic.state import TrainingState

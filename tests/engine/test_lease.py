@@ -13,7 +13,6 @@ import threading
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 import fsspec
@@ -33,7 +32,7 @@ from morph.runtime.state.unit_state import StateCopy
 from tests.checkpoint.fake_blobs import CONTAINER, blob_service
 from tests.checkpoint.fake_buckets import bucket_service
 from tests.engine.driver_scene import Run
-from tests.waiting import BOUND_S
+from tests.waiting import BOUND_S, Clock
 
 
 @pytest.fixture(params=["a folder", "memory", "S3", "Azure"])
@@ -58,17 +57,9 @@ def url(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Monk
             adlfs.AzureBlobFileSystem.clear_instance_cache()
 
 
-@dataclass
-class Clock:
-    now_s: float = 1e9
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 @pytest.fixture
 def clock() -> Clock:
-    return Clock()
+    return Clock(1e9)
 
 
 @pytest.fixture

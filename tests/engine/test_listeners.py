@@ -36,8 +36,7 @@ from morph.link.authority import authority_of, new_key
 from morph.link.caller import TALK, Call
 from morph.link.listener import HELLO_TIMEOUT_S, MOST_OF_SOURCE, PendingCallers
 from morph.runtime.attendants.incoming import Incoming
-from morph.runtime.attendants.rendezvous import StreamContext
-from morph.runtime.attendants.wire import Frame, send_frame
+from morph.runtime.attendants.wire import Frame, StreamContext, send_frame
 from morph.runtime.groups.faults import FaultPlan
 from tests.engine.link_scene import LinkScene
 from tests.waiting import BOUND_S
@@ -150,12 +149,17 @@ class Keys(dict[str, bytes]):
 def units_sent_ahead(_: Path) -> Iterator[Scene]:
     store: Any = Keys()
     context = StreamContext(
-        occasion="1", worker="b", secret=SECRET, open_store=lambda: nullcontext(store), faults=FaultPlan([], [])
+        worker="b",
+        secret=SECRET,
+        listen_host="127.0.0.1",
+        open_store=lambda: nullcontext(store),
+        faults=FaultPlan([], []),
+        occasion="1",
     )
     incoming = Incoming(
         context, {f"s{number}": f"a{number}" for number in range(9)},
         make_unit_copy=lambda unit: pytest.fail(unit), arrive=lambda _: None,
-        listen_host="127.0.0.1", news=lambda: None,
+        news=lambda: None,
     )  # fmt: skip
     senders = iter(range(9))
 

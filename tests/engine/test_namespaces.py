@@ -12,7 +12,7 @@ from morph.contract.errors import ConfigError
 ARRIVE_S, NEVER_S = 10.0, 0.5
 
 
-def _permitted() -> bool:
+def permitted() -> bool:
     try:
         check_permitted()
     except ConfigError:
@@ -20,7 +20,7 @@ def _permitted() -> bool:
     return True
 
 
-@pytest.mark.skipif(not _permitted(), reason="network namespaces need Linux, root, ip and tc")
+@pytest.mark.skipif(not permitted(), reason="network namespaces need Linux, root, ip and tc")
 def test_a_connection_between_namespaces_carries_both_ways_until_its_link_is_cut() -> None:
     network = HostNetwork(2, 1e9)
     network.open()

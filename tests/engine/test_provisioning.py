@@ -23,15 +23,7 @@ from manager.providers.interface.provider import (
 )
 from morph.contract.cluster import Limits
 from tests.engine.fake_cloud import ProvisioningWorld, know
-from tests.waiting import BOUND_S
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
+from tests.waiting import BOUND_S, Clock
 
 
 class World(ProvisioningWorld):

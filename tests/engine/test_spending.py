@@ -5,20 +5,13 @@ import pytest
 from manager.engine.vms.budget import Before, Spending
 from manager.providers.interface.provider import Price, Vm
 from morph.contract.cluster import Limits
+from tests.waiting import Clock
 
 PRICE = Price(usd_per_h=0.5, source="test")
 
 
-class Clock:
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
 def spending(**limits: float) -> tuple[Spending, Clock]:
-    clock = Clock()
+    clock = Clock(100.0)
     return Spending(Limits.model_validate(limits), clock, wall_clock=clock), clock
 
 
@@ -77,10 +70,10 @@ def test_living_vms_add_up_and_the_budget_ends_requests() -> None:
 
 
 def test_earlier_costs_of_the_run_count_towards_its_budget() -> None:
-    spent = Spending(Limits(budget_usd=2.0), Clock(), before=Before(usd=1.5, unpriced_h=1.0))
+    spent = Spending(Limits(budget_usd=2.0), Clock(100.0), before=Before(usd=1.5, unpriced_h=1.0))
     assert spent.spent_usd(PRICE) == pytest.approx(2.0), "hours without a price cost what a VM costs now"
     assert spent.allowed(1, (), PRICE)[0] == 0
-    assert Spending(Limits(budget_usd=2.0), Clock(), before=Before(usd=1.9)).allowed(1, (), PRICE) == (1, "")
+    assert Spending(Limits(budget_usd=2.0), Clock(100.0), before=Before(usd=1.9)).allowed(1, (), PRICE) == (1, "")
 
 
 def test_each_vm_counts_at_its_price_and_future_ones_at_the_highest() -> None:
@@ -94,7 +87,7 @@ def test_each_vm_counts_at_its_price_and_future_ones_at_the_highest() -> None:
 
 
 def test_earlier_costs_of_a_vm_count_once() -> None:
-    clock = Clock()
+    clock = Clock(100.0)
     new, known = vms(2, usd_per_h=3.6, paid_since_s=40.0)
     before = Before(usd=1.0, vms=[known.name])
     spent = Spending(Limits(budget_usd=9.0), clock, before=before, wall_clock=clock)

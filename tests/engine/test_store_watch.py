@@ -10,25 +10,24 @@ import pytest
 
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.machines import store_watch
-from manager.engine.machines.store_watch import StoreWatch
+from manager.engine.machines.store_watch import Store, StoreWatch
 from manager.journal.records import Fact
 from morph.contract.errors import ClusterError, ClusterLost
 from tests.waiting import BOUND_S
 
 
-class FakeStore:
+class FakeStore(Store):
     """A store with a given process, which starts only after ``num_failures`` failed attempts."""
 
-    host, port = "127.0.0.1", 4711
-
     def __init__(self, pid: int, num_failures: int = 0) -> None:
-        self.pid, self.num_failures, self.num_starts = pid, num_failures, 0
+        super().__init__(self._start_at, "127.0.0.1", 4711, pid)
+        self.num_failures, self.num_starts = num_failures, 0
 
-    def start(self) -> None:
+    def _start_at(self, _host: str, port: int) -> tuple[int, int]:
         self.num_starts += 1
         if self.num_starts <= self.num_failures:
             raise ClusterError("the port is taken")
-        self.pid = os.getpid()
+        return os.getpid(), port
 
 
 @pytest.fixture

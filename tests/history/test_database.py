@@ -16,7 +16,7 @@ from manager.controller.state.config import ControllerConfig, ExpectedLosses, Of
 from manager.controller.state.events import NodeFacts
 from manager.history import database
 from manager.history.database import FILE_NAME, HistoryError, forget_lives, history_path, keep_lives, kept_lives
-from manager.history.run_history import RunHistory
+from manager.history.vm_history import VmHistory
 from manager.journal.journal import Journal
 from manager.providers.azure.spec import AzureSpec
 from manager.providers.hosts.ssh import SshHost
@@ -168,7 +168,7 @@ def test_a_broken_history_file_is_reported_and_the_run_continues(
         with pytest.raises(HistoryError, match=unwritten):
             keep_lives(path, "run", [life("new")])
     told: list[str] = []
-    history = RunHistory(told.append)
+    history = VmHistory(told.append)
     for _ in range(2):
         assert history.expected(NodeFacts(provider="azure")) == ExpectedLosses()
     assert told == [f"the lives of VMs of earlier runs are not known: {read.value}"]
@@ -204,9 +204,9 @@ def test_a_run_enters_the_history_once_wherever_its_directory_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[tuple[str, tuple[Life, ...]]] = []
-    monkeypatch.setattr("manager.history.run_history.keep_lives", lambda path, run, lives: taken.append((run, lives)))
+    monkeypatch.setattr("manager.history.vm_history.keep_lives", lambda path, run, lives: taken.append((run, lives)))
     told: list[str] = []
-    history = RunHistory(told.append)
+    history = VmHistory(told.append)
     history.take_in(tmp_path)
     for name, time_s in (("one", 1.0), ("another", 2.0)):
         (tmp_path / name).mkdir()
@@ -225,14 +225,14 @@ def test_a_run_enters_the_history_once_wherever_its_directory_goes(
 def test_an_unreadable_journal_is_reported_and_otherwise_ignored(tmp_path: Path) -> None:
     (tmp_path / "journal.sqlite").write_text("no database" * 99)
     told: list[str] = []
-    RunHistory(told.append).take_in(tmp_path)
+    VmHistory(told.append).take_in(tmp_path)
     with pytest.raises(RunDirError) as error:
         Journal.open(tmp_path / "journal.sqlite", read_only=True)
     assert told == [f"the lives of this run's VMs are not stored: {error.value}"]
     (tmp_path / "journal.sqlite").unlink()
     with Journal.open(tmp_path / "journal.sqlite") as journal:
         journal.append(1.0, "event", '{"kind":"node_appeared","of_another_version":1}')
-    RunHistory(told.append).take_in(tmp_path)
+    VmHistory(told.append).take_in(tmp_path)
     assert "line 1 of the journal cannot be read: it was written by another version of Morph, or is damaged" in told[1]
 
 
@@ -240,10 +240,10 @@ def test_a_run_is_given_the_observations_of_earlier_runs(tmp_path: Path, monkeyp
     monkeypatch.setenv("MORPH_DATA_DIR", str(tmp_path))
     lives = [life(f"v{number}", 10.0 + 3600.0 * 50, Ending.RUN_OVER) for number in range(4)]
     keep_lives(history_path(), "run", lives)
-    expected = RunHistory(print).expected(NodeFacts(provider="azure"))
+    expected = VmHistory(print).expected(NodeFacts(provider="azure"))
     assert expected.per_vm_h == pytest.approx(0.39 * 7.2 / 207.2)
     assert expected.source == "200 VM-hours of azure in earlier runs, and published traces"
-    assert RunHistory(print).expected(NodeFacts(provider="local")) == ExpectedLosses()
+    assert VmHistory(print).expected(NodeFacts(provider="local")) == ExpectedLosses()
     assert ControllerConfig.model_fields["expected_losses"].annotation is ExpectedLosses
 
 

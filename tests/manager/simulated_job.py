@@ -23,6 +23,13 @@ def make_plan(depth: int, replicas: int, num_sections: int = 6, num_micro_batche
     return Plan.model_validate(plan.model_dump() | {"kinds": ()})
 
 
+def plan_of(depth: int, replicas: int, step_s: float) -> Plan:
+    """Return a plan whose steps take exactly this long."""
+    plan = make_plan(depth, replicas)
+    expected = plan.expected.model_copy(update={"mini_batch_s": step_s, "examples_per_s": 8 / step_s})
+    return plan.model_copy(update={"expected": expected})
+
+
 def make_unequal(*kinds: tuple[int, int, str], num_sections: int = 6, num_micro_batches: int = 8) -> Plan:
     """Build a plan of kinds of pipelines, each (stages, replicas, type of GPU); they share micro-batches by speed."""
     stages = tuple(

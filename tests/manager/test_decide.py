@@ -75,70 +75,61 @@ def events_of(event_type: type[Event], script: Script) -> list[Event]:
     """Return events of one type: fitting ones, late ones, and such of strangers."""
     state = script.state
     everybody = [*state.workers, "stranger"]
-    if event_type is NodeAppeared:
-        return [NodeAppeared(node=worker) for worker in ("n1", "n9")]
-    if event_type is WorkerAnswered:
-        answers = [
-            lambda worker, old: WorkerReady(worker=worker, pid=1, setup_s=0),
-            lambda worker, old: Reshaped(
-                worker=worker, generation=state.generation - old, groups_s=0, state_s=0, received_bytes=0
-            ),
-            lambda worker, old: script.prepared_answer(worker).model_copy(
-                update={"generation": state.generation - old}
-            ),
-            lambda worker, old: Committed(worker=worker, generation=state.generation - old, version=state.version),
-            lambda worker, old: Aborted(worker=worker, generation=state.generation - old, peer_lost=True),
-            lambda worker, old: Failed(worker=worker, generation=state.generation - old, error="broken"),
-            lambda worker, old: Failed(
-                worker=worker, generation=state.generation - old, error="damaged", cause="checkpoint"
-            ),
-        ]
-        made = itertools.product(everybody, (0, 1), answers)
-        return [WorkerAnswered(worker=worker, answer=make(worker, old)) for worker, old, make in made]
-    if event_type is WorkerLost:
-        return [WorkerLost(worker=worker, cause="killed") for worker in everybody]
-    if event_type is UnitsWritten:
-        entry = UnitWritten(worker="n1", version=state.version, unit="s0", file="s0", size_bytes=1, sha256="0" * 64)
-        return [UnitsWritten(worker="n1", written=(entry,))]
-    if event_type is CheckpointFailed:
-        return [CheckpointFailed(worker=worker, error="disk full") for worker in (*everybody, MANIFEST_WRITER)]
-    if event_type is ManifestWritten:
-        return [ManifestWritten(version=version) for version in (state.version, 99)]
-    if event_type is CheckpointFound:
-        return [CheckpointFound(manifest=MANIFEST.model_copy(update={"version": version})) for version in (1, 99)]
-    if event_type is CheckpointNotFound:
-        return [CheckpointNotFound(error="silent", damaged=damaged) for damaged in (False, True)]
-    if event_type is PreCopyReported:
-        reports = [PreCopyReport(number=1, following=("s0",)), PreCopyReport(number=99, error="broken")]
-        return [PreCopyReported(worker=worker, report=report) for worker in everybody for report in reports]
-    if event_type is NodesGranted:
-        return [NodesGranted(request=request, nodes=("n8",)) for request in ("job-1", "job-9")]
-    if event_type is NodesStarted:
-        return [NodesStarted(request=request, nodes=("n8",)) for request in ("job-1", "job-9")]
-    if event_type is RequestRefused:
-        return [RequestRefused(request=request, cause="quota") for request in ("job-1", "job-9")]
-    if event_type is NoticeGiven:
-        return [NoticeGiven(worker=worker, lead_s=5.0, notice="first") for worker in everybody]
-    if event_type is NoticeWithdrawn:
-        return [NoticeWithdrawn(worker=worker) for worker in everybody]
-    if event_type is WorkerProbed:
-        return [WorkerProbed(worker=worker, probe=1, slowdown=slowdown) for worker in everybody for slowdown in (1, 2)]
-    if event_type is ManagerResumed:
-        return [ManagerResumed(living=living) for living in ((), tuple(state.workers), ("stranger", "n1"))]
-    if event_type is ComputeTimesSeen:
-        generations = (state.generation, state.generation - 1)
-        return [
-            ComputeTimesSeen(
-                times=tuple(WorkerTimes(worker=name, generation=old, compute_s=(1.0,) * 9) for name in everybody)
-            )
-            for old in generations
-        ]
-    if event_type is NobodyHeard:
-        return [NobodyHeard(lasted_s=lasted_s) for lasted_s in (0.0, 40.0)]
-    if event_type is StopRequested:
-        return [StopRequested(reason="asked to")]
-    assert event_type is Tick, f"the grid knows no {event_type}"
-    return [Tick()]
+    answers = [
+        lambda worker, old: WorkerReady(worker=worker, pid=1, setup_s=0),
+        lambda worker, old: Reshaped(
+            worker=worker, generation=state.generation - old, groups_s=0, state_s=0, received_bytes=0
+        ),
+        lambda worker, old: script.prepared_answer(worker).model_copy(update={"generation": state.generation - old}),
+        lambda worker, old: Committed(worker=worker, generation=state.generation - old, version=state.version),
+        lambda worker, old: Aborted(worker=worker, generation=state.generation - old, peer_lost=True),
+        lambda worker, old: Failed(worker=worker, generation=state.generation - old, error="broken"),
+        lambda worker, old: Failed(
+            worker=worker, generation=state.generation - old, error="damaged", cause="checkpoint"
+        ),
+    ]
+    entry = UnitWritten(worker="n1", version=state.version, unit="s0", file="s0", size_bytes=1, sha256="0" * 64)
+    reports = [PreCopyReport(number=1, following=("s0",)), PreCopyReport(number=99, error="broken")]
+    times = [
+        tuple(WorkerTimes(worker=name, generation=old, compute_s=(1.0,) * 9) for name in everybody)
+        for old in (state.generation, state.generation - 1)
+    ]
+    events: dict[type[Event], Callable[[], list[Event]]] = {
+        NodeAppeared: lambda: [NodeAppeared(node=worker) for worker in ("n1", "n9")],
+        WorkerAnswered: lambda: [
+            WorkerAnswered(worker=worker, answer=make(worker, old))
+            for worker, old, make in itertools.product(everybody, (0, 1), answers)
+        ],
+        WorkerLost: lambda: [WorkerLost(worker=worker, cause="killed") for worker in everybody],
+        UnitsWritten: lambda: [UnitsWritten(worker="n1", written=(entry,))],
+        CheckpointFailed: lambda: [
+            CheckpointFailed(worker=worker, error="disk full") for worker in (*everybody, MANIFEST_WRITER)
+        ],
+        ManifestWritten: lambda: [ManifestWritten(version=version) for version in (state.version, 99)],
+        CheckpointFound: lambda: [
+            CheckpointFound(manifest=MANIFEST.model_copy(update={"version": version})) for version in (1, 99)
+        ],
+        CheckpointNotFound: lambda: [CheckpointNotFound(error="silent", damaged=damaged) for damaged in (False, True)],
+        PreCopyReported: lambda: [
+            PreCopyReported(worker=worker, report=report) for worker in everybody for report in reports
+        ],
+        NodesGranted: lambda: [NodesGranted(request=request, nodes=("n8",)) for request in ("job-1", "job-9")],
+        NodesStarted: lambda: [NodesStarted(request=request, nodes=("n8",)) for request in ("job-1", "job-9")],
+        RequestRefused: lambda: [RequestRefused(request=request, cause="quota") for request in ("job-1", "job-9")],
+        NoticeGiven: lambda: [NoticeGiven(worker=worker, lead_s=5.0, notice="first") for worker in everybody],
+        NoticeWithdrawn: lambda: [NoticeWithdrawn(worker=worker) for worker in everybody],
+        WorkerProbed: lambda: [
+            WorkerProbed(worker=worker, probe=1, slowdown=slowdown) for worker in everybody for slowdown in (1, 2)
+        ],
+        ManagerResumed: lambda: [
+            ManagerResumed(living=living) for living in ((), tuple(state.workers), ("stranger", "n1"))
+        ],
+        ComputeTimesSeen: lambda: [ComputeTimesSeen(times=one) for one in times],
+        NobodyHeard: lambda: [NobodyHeard(lasted_s=lasted_s) for lasted_s in (0.0, 40.0)],
+        StopRequested: lambda: [StopRequested(reason="asked to")],
+        Tick: lambda: [Tick()],
+    }
+    return events[event_type]()
 
 
 @pytest.mark.parametrize(("phase", "event_type"), [pair for pair in GRID if pair not in IMPOSSIBLE])

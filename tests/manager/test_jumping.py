@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import simulated_job as jobs
-from simulated_job import SIZES, UNITS, make_plan
+from simulated_job import SIZES, UNITS, plan_of
 
 from manager.controller.decide import ImpossibleEvent
 from manager.controller.state.events import AnsweredAlike, Event
@@ -19,7 +19,6 @@ from manager.simulation.spot.cluster import SpotCluster
 from manager.simulation.spot.job import Durations, SpotJob
 from morph.contract.cluster import Policy
 from morph.contract.messages import Prepared
-from morph.contract.plan import Plan
 from tests.grids import cells
 
 EXACT = Durations(  # their sums are exact in any order
@@ -34,13 +33,6 @@ EXACT = Durations(  # their sums are exact in any order
     manifest_s=0.5,
 )
 HOURS = 1
-
-
-def plan_of(depth: int, replicas: int, step_s: float) -> Plan:
-    """Return a plan whose steps take exactly this long."""
-    plan = make_plan(depth, replicas)
-    expected = plan.expected.model_copy(update={"mini_batch_s": step_s, "examples_per_s": 8 / step_s})
-    return plan.model_copy(update={"expected": expected})
 
 
 PLANS = {2: plan_of(2, 1, 4.0), 3: plan_of(3, 1, 3.0), 4: plan_of(2, 2, 2.0), 6: plan_of(3, 2, 1.5)}

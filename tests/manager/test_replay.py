@@ -10,7 +10,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
-from simulated_job import MIXED, SIZES, UNEQUAL, UNITS, make_plan
+from simulated_job import MIXED, SIZES, UNEQUAL, UNITS, make_plan, plan_of
 
 from manager.accounting.account import TimeUse
 from manager.simulation.policies.bounds import Bound, play_ideal, play_on_demand
@@ -38,10 +38,8 @@ from manager.simulation.spot.job import (
     job_from_profile,
     with_redundant_costs,
 )
-from manager.simulation.spot.outcome import PolicyOutcome
-from manager.simulation.spot.run_end import SpotPrices, Until
+from manager.simulation.spot.run_end import PolicyOutcome, SpotPrices, Until
 from morph.contract.errors import ConfigError, InputError, TraceError
-from morph.contract.plan import Plan
 from morph.contract.trace import Trace, TraceEvent, TracePrice, load_trace
 from simulator import PlanRequest, spot_model, synthetic_profile
 from simulator.traces.fitting import fit
@@ -62,12 +60,6 @@ TIMES = Durations(
     restart_s=20.0,
 )
 PRICES = SpotPrices(spot_usd_per_h=1.0, on_demand_usd_per_h=3.0)
-
-
-def plan_of(depth: int, replicas: int, step_s: float) -> Plan:
-    plan = make_plan(depth, replicas)
-    expected = plan.expected.model_copy(update={"mini_batch_s": step_s, "examples_per_s": 8 / step_s})
-    return plan.model_copy(update={"expected": expected})
 
 
 JOB = SpotJob(

@@ -31,7 +31,6 @@ from manager.trackers.supervisor import Watchers, environment_of
 from morph.cli.main import app
 from morph.contract.cluster import Notify
 from morph.contract.errors import ConfigError, WaitTimeout
-from morph.contract.files import locked
 from morph.contract.happenings import (
     CheckpointDone,
     EvaluationDone,
@@ -41,6 +40,7 @@ from morph.contract.happenings import (
     StepDone,
     Trouble,
 )
+from morph.file_lock import locked
 from tests.waiting import BOUND_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]

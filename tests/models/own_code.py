@@ -271,10 +271,6 @@ class Adapted(nn.Module):
         return out
 
 
-def adapted() -> nn.Module:
-    return around(Adapted(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), Adapted(nn.Linear(WIDTH, WIDTH)))
-
-
 def frozen_backbone() -> nn.Module:
     model = around()
     model[0].requires_grad_(False)

@@ -8,10 +8,11 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
-from tests.waiting import BOUND_S
+from tests.http_service import Server, body_of, serving
 
 HANG_BOUND_S = 30.0
 
@@ -54,25 +55,7 @@ class MetadataServer:
         self.over = threading.Event()
         self.date = ""  # the time of the Date header, if it is not this machine's
         self.lock = threading.Lock()
-        service = self
-
-        class Handler(BaseHTTPRequestHandler):
-            disable_nagle_algorithm = True  # header and body are two packets, of which the second would wait for 40 ms
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                service.serve(self)
-
-            do_PUT = do_POST = do_DELETE = do_CONNECT = do_GET  # noqa: N815
-
-            def date_time_string(self, timestamp: float | None = None) -> str:
-                return service.date or super().date_time_string(timestamp)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self.http.daemon_threads = True
+        self.http = Server(self.serve, date=lambda: self.date or formatdate(usegmt=True))
         self.url = f"http://127.0.0.1:{self.http.server_port}"
 
     def script(self, method: str, path: str, *replies: Reply) -> None:
@@ -84,7 +67,7 @@ class MetadataServer:
             return self.scripts.get((method, path), [Reply(status=404)])[0]
 
     def serve(self, handler: BaseHTTPRequestHandler) -> None:
-        body = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        body = body_of(handler)
         headers = {name.lower(): value for name, value in handler.headers.items()}
         with self.lock:
             self.asked.append(Asked(handler.command, handler.path, headers, body))
@@ -117,17 +100,13 @@ class MetadataServer:
 @contextmanager
 def served() -> Iterator[MetadataServer]:
     server = MetadataServer()
-    thread = threading.Thread(target=server.http.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.over.set()
-        with server.lock:
-            for replies in server.scripts.values():
-                for reply in replies:
-                    if reply.wait is not None:
-                        reply.wait.set()
-        server.http.shutdown()
-        thread.join(BOUND_S)
-        server.http.server_close()
+    with serving(server.http):
+        try:
+            yield server
+        finally:
+            server.over.set()
+            with server.lock:
+                for replies in server.scripts.values():
+                    for reply in replies:
+                        if reply.wait is not None:
+                            reply.wait.set()

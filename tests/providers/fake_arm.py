@@ -10,18 +10,18 @@ import base64
 import gzip
 import json
 import re
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from email.utils import formatdate
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from tests.waiting import BOUND_S
+from tests.http_service import Server, answer, body_of, serving
 
 PAGE = 2
 ROOT = re.compile(
@@ -66,15 +66,6 @@ class Operation:
     stuck: Callable[[], bool] = lambda: False
 
 
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-
-    def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore a client that gave up."""
-        if not isinstance(sys.exception(), OSError):
-            super().handle_error(request, client_address)  # type: ignore[arg-type]
-
-
 class FakeArm:
     """State of one resource group.
 
@@ -111,28 +102,11 @@ class FakeArm:
         self.num_polls = 1
         self.ahead_s = 0.0  # by this machine's clock
         self.lock = threading.RLock()
-        arm = self
-
-        class Handler(BaseHTTPRequestHandler):
-            disable_nagle_algorithm = True  # header and body are two packets, of which the second would wait for 40 ms
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                arm.serve(self)
-
-            do_PUT = do_POST = do_PATCH = do_DELETE = do_GET  # noqa: N815
-
-            def date_time_string(self, timestamp: float | None = None) -> str:
-                return super().date_time_string((time.time() if timestamp is None else timestamp) + arm.ahead_s)
-
-            def log_message(self, *_: object) -> None:
-                pass
-
-        self.http = _Server(address, Handler)
+        self.http = Server(self.serve, address, lambda: formatdate(time.time() + self.ahead_s, usegmt=True))
         self.url = f"http://{address[0]}:{self.http.server_port}"
 
     def serve(self, handler: BaseHTTPRequestHandler) -> None:
-        text = handler.rfile.read(int(handler.headers.get("Content-Length", 0)))
+        text = body_of(handler)
         path = urlsplit(handler.path).path
         with self.lock:
             self.urls.append(handler.path)
@@ -152,11 +126,7 @@ class FakeArm:
         data = b"" if body is None else body if isinstance(body, bytes) else json.dumps(body).encode()
         if fault is not None and fault.text is not None:
             data = fault.text.encode()
-        handler.send_response(status)
-        for name, value in {"Content-Type": "application/json", "Content-Length": str(len(data)), **headers}.items():
-            handler.send_header(name, value)
-        handler.end_headers()
-        handler.wfile.write(data)
+        answer(handler, status, data, {"Content-Type": "application/json", **headers})
 
     def _fault(self, method: str, path: str) -> Fault | None:
         for fault in self.faults:
@@ -430,11 +400,5 @@ def lacking(body: dict[str, Any], sets: dict[str, Any]) -> str:
 @contextmanager
 def served() -> Iterator[FakeArm]:
     arm = FakeArm()
-    thread = threading.Thread(target=arm.http.serve_forever, kwargs={"poll_interval": 0.02})
-    thread.start()
-    try:
+    with serving(arm.http):
         yield arm
-    finally:
-        arm.http.shutdown()
-        thread.join(BOUND_S)
-        arm.http.server_close()

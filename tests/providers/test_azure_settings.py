@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from datetime import UTC, datetime
 from email.utils import formatdate
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
@@ -26,45 +23,18 @@ from tests.providers.fake_arm import FakeArm
 from tests.waiting import BOUND_S
 
 
-class Identity(ThreadingHTTPServer):
-    """Gives tokens as an App Service's managed identity does, and records for which resource."""
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.resources: list[str] = []
-
-
-class _Handler(BaseHTTPRequestHandler):
-    disable_nagle_algorithm = True  # header and body are two packets, of which the second would wait for 40 ms
-    server: Identity
-
-    def do_GET(self) -> None:
-        query = parse_qs(urlsplit(self.path).query)
-        self.server.resources += query["resource"]
-        token = {"access_token": "t0k", "expires_on": "4000000000", "resource": "r", "token_type": "Bearer"}
-        body = json.dumps(token).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, format: str, *args: object) -> None:
-        """Log nothing."""
-
-
 @pytest.fixture
-def identity(monkeypatch: pytest.MonkeyPatch) -> Iterator[Identity]:
+def identity(monkeypatch: pytest.MonkeyPatch) -> Iterator[MetadataServer]:
+    """Give tokens as an App Service's managed identity does."""
     for name in ("AZURE_CLIENT_ID", "AZURE_CLIENT_SECRET", "AZURE_TENANT_ID", "AZURE_FEDERATED_TOKEN_FILE"):
         monkeypatch.delenv(name, raising=False)
-    with Identity() as server:
-        monkeypatch.setenv("IDENTITY_ENDPOINT", f"http://127.0.0.1:{server.server_port}/token")
+    token = {"access_token": "t0k", "expires_on": "4000000000", "resource": "r", "token_type": "Bearer"}
+    with served() as server:
+        headers = {"Content-Type": "application/json", "Connection": "close"}
+        server.script("GET", "/token", json_reply(token, headers=headers))
+        monkeypatch.setenv("IDENTITY_ENDPOINT", f"{server.url}/token")
         monkeypatch.setenv("IDENTITY_HEADER", "h3ader")
-        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
-        thread.start()
         yield server
-        server.shutdown()
-        thread.join(BOUND_S)
 
 
 @pytest.mark.parametrize("name", ["root", "admin", "support_388945a0", "Me", "m" * 32])
@@ -73,12 +43,12 @@ def test_a_user_that_azure_refuses_is_refused_with_the_cloud_file(name: str) -> 
         AzureSpec.model_validate({**SPEC.model_dump(), "admin_username": name})
 
 
-def test_a_local_resource_manager_is_asked_with_its_own_token(arm: FakeArm, identity: Identity) -> None:
+def test_a_local_resource_manager_is_asked_with_its_own_token(arm: FakeArm, identity: MetadataServer) -> None:
     spec = AzureSpec.model_validate({**SPEC.model_dump(), "resource_manager": arm.url})
     assert (SPEC.provider, spec.provider) == ("azure", "local"), "what a stand-in does says nothing of Azure's VMs"
     client = azure_client(spec.subscription_id, base_url=spec.resource_manager, authority=spec.authority)
     assert [*client.virtual_machines.list(spec.resource_group)] == []
-    assert identity.resources == [arm.url]
+    assert [parse_qs(urlsplit(asked.path).query)["resource"] for asked in identity.asked] == [[arm.url]]
 
 
 @pytest.mark.parametrize(

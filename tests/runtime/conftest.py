@@ -5,7 +5,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import Tensor
 
 from morph.cutting import cut, export_job
@@ -14,9 +13,6 @@ from morph.data import MicroBatchLoader
 from morph.jobs.job import Job, load_job
 from tests.crew import Crew
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, load_tiny_job, uninterrupted
-
-settings.register_profile("unhurried", deadline=None)  # for a test's examples, on a machine that others use too
-settings.load_profile("unhurried")
 
 
 @dataclass(frozen=True)

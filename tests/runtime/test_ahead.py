@@ -21,15 +21,13 @@ from morph.contract.messages import PreCopyMove, PreCopyOrder, ReshapeOrder, Slo
 from morph.cutting.sections.section import ParameterUnit
 from morph.runtime.attendants import outgoing
 from morph.runtime.attendants.pre_copies import PreCopyLane
-from morph.runtime.attendants.rendezvous import Rendezvous
-from morph.runtime.attendants.wire import Frame, send_frame
+from morph.runtime.attendants.wire import Frame, Rendezvous, StreamContext, send_frame
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.unit_state import MakeOptimizer, UnitState, UpdateRules
 from tests.crew import poll_until, wait_for_updates
 from tests.manager.simulated_job import make_plan
 from tests.waiting import BOUND_S
-from tests.worker_setup import SETUP
 
 UNITS = {
     "s0": ParameterUnit("s0", (0,), ("in.weight", "in.bias")),
@@ -102,11 +100,11 @@ class Party:
     """One worker's lane, with units that it trains."""
 
     def __init__(self, name: str, store: FakeStore, workload: FakeWorkload, *units: str) -> None:
-        setup = SETUP.model_copy(update={"worker": name, "num_sections": 6, "secret": SECRET})
         self.name, self.workload = name, workload
         self.news = threading.Event()
-        fakes: Any = workload, FaultPlan(()), lambda: nullcontext(store)
-        self.lane = PreCopyLane(setup, *fakes, self.news.set)
+        fakes: Any = {"open_store": lambda: nullcontext(store), "faults": FaultPlan(())}
+        context = StreamContext(worker=name, secret=SECRET, listen_host="127.0.0.1", **fakes)
+        self.lane = PreCopyLane(context, workload, self.news.set)  # type: ignore[arg-type]
         self.units = {unit: workload.trained(unit, index) for index, unit in enumerate(units)}
 
     def begin_step(self) -> None:

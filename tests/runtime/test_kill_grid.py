@@ -9,9 +9,10 @@ of a worker that trained alone.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,8 +20,8 @@ from manager.controller.state.actions import ReasonCode, SendReshape
 from manager.controller.state.config import ControllerConfig, ExpectedLosses
 from manager.controller.state.events import NoticeGiven, StopRequested, WorkerLost
 from manager.controller.state.state import ControllerState, Phase
-from manager.engine.loop.driver import Observed
-from manager.run_dir import RunDir, RunFacts
+from manager.engine.loop.driver import Observed, Observer
+from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.cluster import Policy
 from morph.contract.faults import Fault
@@ -213,7 +214,7 @@ class Kills:
         lost = set(now.lost)
         for slot in now.state.slots:
             if slot.worker in lost:
-                mine = plan.micro_batches_of(slot.replica)
+                mine = plan.share_of(slot.replica, range(plan.num_micro_batches))
                 done = {"forward": 0, "backward": len(mine) - 1 if nth == LAST else nth}.get(phase, len(mine))
                 mask = sum(1 << number for number in mine[:done])
                 for unit, section in places:
@@ -303,30 +304,49 @@ def plans_of(job: TinyJob, depth: int, replicas: int) -> dict[int, Plan]:
     return plans
 
 
+def config_of(
+    job: TinyJob, plans: Mapping[Any, Plan], *, redundancy: str = "salvage", **fields: Any
+) -> ControllerConfig:
+    return ControllerConfig(
+        fingerprint=job.fingerprint,
+        plans=plans,
+        units=job.units,
+        unit_bytes=dict.fromkeys(job.units, UNIT_BYTES),
+        policy=Policy(checkpoint_every_steps=CHECKPOINT_EVERY, redundancy=redundancy),
+        **fields,
+    )
+
+
+def trained(
+    crew: ManagedCrew,
+    config: ControllerConfig,
+    folder: Path,
+    observer: Callable[[ManagedCrew], Observer],
+    outcome: str = "finished",
+    types: str = "",
+) -> tuple[int, dict[str, str]]:
+    """Run a session to this outcome; return the newest checkpoint's version, and its digests by unit."""
+    with RunDir(folder / "run", crew.facts) as run_dir:
+        finish = crew.run(config, run_dir, observer, types=types)
+        assert finish.outcome == outcome, finish.sentence
+        newest = complete_versions(run_dir.checkpoint_url)[-1]
+        return newest, {entry.unit: entry.sha256 for entry in read_manifest(run_dir.checkpoint_url, newest).units}
+
+
 @pytest.mark.parametrize("cases", runs(), ids=lambda cases: f"{cases[0].depth}x{cases[0].replicas}")
 def test_no_death_changes_a_bit_or_loses_a_held_unit(
     cases: list[Case], crew: ManagedCrew, alone: Alone, tmp_path: Path
 ) -> None:
     depth, replicas = cases[0].depth, cases[0].replicas
     job, num_workers = crew.job, depth * replicas
-    config = ControllerConfig(
-        fingerprint=job.fingerprint,
-        plans=plans_of(job, depth, replicas),
-        units=job.units,
-        unit_bytes=dict.fromkeys(job.units, UNIT_BYTES),
+    config = config_of(
+        job,
+        plans_of(job, depth, replicas),
         expected_losses=ExpectedLosses(per_vm_h=1e4, weight_vm_h=1e3),
         num_steps=100_000,
         device_memory_bytes=ROOM_BYTES,
         host_memory_bytes=ROOM_BYTES,
-        policy=Policy(checkpoint_every_steps=CHECKPOINT_EVERY, redundancy="salvage"),
         expected_nodes=num_workers,
-    )
-    facts = RunFacts(
-        job=JOB,
-        fingerprint=job.fingerprint,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        batch_size=job.batch_size,
-        num_sections=NUM_SECTIONS,
     )
     kills: list[Kills] = []
 
@@ -334,11 +354,7 @@ def test_no_death_changes_a_bit_or_loses_a_held_unit(
         kills.append(Kills(crew, cases, num_workers))
         return kills[0]
 
-    with RunDir(tmp_path / "run", facts) as run_dir:
-        finish = crew.run(config, run_dir, observer)
-        newest = complete_versions(run_dir.checkpoint_url)[-1]
-        weights = {entry.unit: entry.sha256 for entry in read_manifest(run_dir.checkpoint_url, newest).units}
-    assert finish.outcome == "stopped"
+    newest, weights = trained(crew, config, tmp_path, observer, outcome="stopped")
     assert kills[0].done == [str(case) for case in cases]
     assert weights == alone.at(newest)
     print(f"{kills[0].num_fallbacks} fallbacks, run again: {kills[0].redone}")
@@ -358,21 +374,11 @@ def test_losses_of_either_type_re_shape_pipelines_over_two_types_and_change_no_b
     job = crew.job
     shapes = (("3x1+2x1", "ffssf"), ("4x1", "sfff"), ("3x1", "fsf"))
     plans = [on_types(job.plan(shape), types, 10.0 - place) for place, (shape, types) in enumerate(shapes)]
-    config = ControllerConfig(
-        fingerprint=job.fingerprint,
-        plans={plan.pool: plan for plan in plans},
-        units=job.units,
-        unit_bytes=dict.fromkeys(job.units, UNIT_BYTES),
+    config = config_of(
+        job,
+        {plan.pool: plan for plan in plans},
         num_steps=9,
-        policy=Policy(checkpoint_every_steps=CHECKPOINT_EVERY, redundancy="salvage"),
         expected_nodes=5,
-    )
-    facts = RunFacts(
-        job=JOB,
-        fingerprint=job.fingerprint,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        batch_size=job.batch_size,
-        num_sections=NUM_SECTIONS,
     )
     left, formed = {3: "s", 6: "f"}, list[str]()
 
@@ -387,12 +393,9 @@ def test_losses_of_either_type_re_shape_pipelines_over_two_types_and_change_no_b
             victim = state.slots[types.index(left.pop(state.version))].worker
             crew.arm(Fault(worker=victim, phase="before_commit", step=state.version + 1))
 
-    with RunDir(tmp_path / "run", facts) as run_dir:
-        finish = crew.run(config, run_dir, lambda _: watch, types="fffss")
-        assert finish.outcome == "finished", finish.sentence
-        weights = {entry.unit: entry.sha256 for entry in read_manifest(run_dir.checkpoint_url, 9).units}
+    newest, weights = trained(crew, config, tmp_path, lambda _: watch, types="fffss")
     assert formed == [plan.shape for plan in plans]
-    assert weights == alone.at(9)
+    assert (newest, weights) == (9, alone.at(9))
 
 
 @pytest.mark.parametrize("with_sums_bytes", [ROOM_BYTES, ROOM_BYTES + 1])
@@ -406,23 +409,14 @@ def test_a_shape_without_room_for_kept_sums_drops_them_and_changes_no_bit(
         update = {"peak_memory_bytes": 0, "memory_with_sums_bytes": with_sums_bytes if num == 3 else 0}
         plan = job.plan(shape)
         plans[num] = plan.model_copy(update={"expected": plan.expected.model_copy(update=update)})
-    config = ControllerConfig(
-        fingerprint=job.fingerprint,
-        plans=plans,
-        units=job.units,
-        unit_bytes=dict.fromkeys(job.units, UNIT_BYTES),
+    config = config_of(
+        job,
+        plans,
         num_steps=9,
         device_memory_bytes=ROOM_BYTES,
         host_memory_bytes=ROOM_BYTES,
-        policy=Policy(checkpoint_every_steps=CHECKPOINT_EVERY, redundancy="auto"),
+        redundancy="auto",
         expected_nodes=4,
-    )
-    facts = RunFacts(
-        job=JOB,
-        fingerprint=job.fingerprint,
-        micro_batch_size=MICRO_BATCH_SIZE,
-        batch_size=job.batch_size,
-        num_sections=NUM_SECTIONS,
     )
     left, formed = [3, 6], dict[str, tuple[bool, bool]]()
 
@@ -435,12 +429,9 @@ def test_a_shape_without_room_for_kept_sums_drops_them_and_changes_no_bit(
             left.remove(state.version)
             crew.arm(Fault(worker=state.slots[-1].worker, phase="before_commit", step=state.version + 1))
 
-    with RunDir(tmp_path / "run", facts) as run_dir:
-        finish = crew.run(config, run_dir, lambda _: watch)
-        assert finish.outcome == "finished", finish.sentence
-        weights = {entry.unit: entry.sha256 for entry in read_manifest(run_dir.checkpoint_url, 9).units}
+    newest, weights = trained(crew, config, tmp_path, lambda _: watch)
     fits = with_sums_bytes <= ROOM_BYTES
     assert list(formed) == [plan.shape for plan in plans.values()]
     assert [keeps for keeps, _ in formed.values()] == [True, fits, True]
     assert [salvages for _, salvages in formed.values()][:2] == [False, fits]
-    assert weights == alone.at(9)
+    assert (newest, weights) == (9, alone.at(9))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from morph.runtime.attendants.rendezvous import Rendezvous
+from morph.runtime.attendants.wire import Rendezvous
 
 OURS = Rendezvous(7, "b", "of the run")
 

@@ -35,7 +35,7 @@ def check_bounds(planned: Plan, timelines: list[StepTimeline]) -> None:
     assert len(timelines) == planned.num_workers
     for timeline in timelines:
         stage, peaks = planned.stages[timeline.stage], timeline.peaks
-        count = len(planned.micro_batches_of(timeline.replica))
+        count = planned.micro_batches_per_replica[timeline.replica]
         most = min(stage.window, count)
         if planned.schedule == "varuna":
             assert 1 <= peaks.in_flight <= most
@@ -94,7 +94,7 @@ def test_a_recorded_step_is_a_trace_of_every_task_and_transfer(crew: Crew, job: 
     if schedule != "varuna":
         for timeline in timelines:
             tasks = [one for one in timeline.spans if one.kind in LETTERS]
-            count = len(crew.plan.micro_batches_of(timeline.replica))
+            count = crew.plan.micro_batches_per_replica[timeline.replica]
             assert "".join(LETTERS[one.kind] for one in tasks) == crew.plan.orders[count][timeline.stage]
 
 

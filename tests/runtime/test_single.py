@@ -12,7 +12,7 @@ from morph.runtime.process import single
 from morph.runtime.process.single import run_single
 from morph.runtime.process.worker import Worker
 from morph.runtime.state import accumulators, unit_state
-from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS
+from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, SHARED_STEPS, uninterrupted
 
 pytestmark = pytest.mark.slow
 
@@ -41,6 +41,12 @@ def test_the_loss_falls_and_the_final_checkpoint_is_complete(tmp_path: Path) -> 
 
 def test_two_runs_are_the_same_bits(tmp_path: Path) -> None:
     assert run(tmp_path / "one", 3) == run(tmp_path / "other", 3)
+
+
+def test_each_saved_version_is_the_end_of_a_shorter_run(tmp_path: Path) -> None:
+    assert uninterrupted(2, tmp_path / "each") == run(tmp_path / "two", 2)[0]
+    assert uninterrupted(SHARED_STEPS, tmp_path / "known") == run(tmp_path / "all", SHARED_STEPS)[0]
+    assert not (tmp_path / "known").exists()
 
 
 def test_without_a_number_of_sections_the_jobs_own_is_used(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from simulator.engine import compilation
+from tests.test_user_cache import flip
 
 SOURCE = """
 from simulator.engine.compilation import entry, loop
@@ -50,12 +51,6 @@ def answers(folder: Path) -> bool:
     module = again(folder)
     assert module.twice(20) == 42
     return not getattr(module.twice.__wrapped__, "stats", module.more.stats).cache_hits
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 4
-    path.write_bytes(content)
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {

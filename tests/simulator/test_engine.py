@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from simulator.engine import reference
-from simulator.engine.mini_batch import Played, StageTimes, run_pipeline
+from simulator.engine.pipeline import Played, StageTimes, run_pipeline
 from tests.seeds import each_seed
 
 

@@ -13,7 +13,7 @@ from morph.contract.plan import Schedule
 from morph.runtime.step.schedule_cursor import Progress, ScheduleCursor
 from simulator.engine import reference
 from simulator.engine.execution import ShapeTimes, execute_orders, lane_times
-from simulator.engine.mini_batch import StageTimes, run_pipeline
+from simulator.engine.pipeline import StageTimes, run_pipeline
 from simulator.engine.schedules import fixed_order, stage_windows
 from tests.seeds import each_seed
 from tests.simulator.test_engine import assert_alike

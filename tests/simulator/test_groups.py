@@ -19,7 +19,7 @@ from simulator import PlanRequest, plan, simulate, simulate_plan, synthetic_prof
 from simulator.costs.answer import bound_ns, deal
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine import reference
-from simulator.engine.mini_batch import run_pipeline
+from simulator.engine.pipeline import run_pipeline
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.request import MemoryRules
 from simulator.render.tables import shape_lines

@@ -144,11 +144,7 @@ MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
     (_of("true", *FORWARD), PLAN, "sections.1.forward.1.median_s: must be a number (got True)"),
     (_of("true", "job", "batch_size"), PLAN, "job.batch_size: must be an integer (got True)"),
     (_of(str(2**62), "sections", 0, "parameter_bytes"), PLAN, "sections.0.parameter_bytes: must be at most"),
-    (
-        _of(str(10**12), "job", "batch_size"),
-        SIMULATE,
-        "job.batch_size: must be at most 1000000000",
-    ),
+    (_of(str(10**12), "job", "batch_size"), SIMULATE, "job.batch_size: must be at most 1000000000"),
     (
         _of(str(10**9), "job", "batch_size"),
         SIMULATE,
@@ -169,16 +165,8 @@ MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
     ([], (*PLAN, "--jitter-seed", str(2**80)), "--jitter-seed: is out of range"),
     ([], (*PROGRESS, "--set", "revocations_per_hour=1e6"), "--set revocations_per_hour: is out of range"),
     ([], (*REVOKED, "--set", "pause_s=1e308"), "--set pause_s: is out of range"),
-    (
-        [],
-        (*REVOKED, "--set", "replacement_s=inf"),
-        "--set replacement_s: must be",
-    ),
-    (
-        [],
-        (*REVOKED, "--set", "revoked_together=0"),
-        "--set revoked_together: is out of range",
-    ),
+    ([], (*REVOKED, "--set", "replacement_s=inf"), "--set replacement_s: must be"),
+    ([], (*REVOKED, "--set", "revoked_together=0"), "--set revoked_together: is out of range"),
     ([], ("plan", "--gpus", "999999999"), "--gpus: is out of range"),
     ([], ("plan", "--gpus", "1..100000"), "--gpus: is not a range of GPUs"),
     ([], ("plan", "--nodes", "99999x9999"), "--nodes: is not a list of nodes"),

@@ -23,7 +23,7 @@ from simulator.costs.memory import spans
 from simulator.costs.outcome import ShapeSimulator
 from simulator.costs.stage_costs import SectionCosts, stage_costs
 from simulator.engine.local_loop import play
-from simulator.engine.mini_batch import run_pipeline
+from simulator.engine.pipeline import run_pipeline
 from simulator.engine.schedules import fixed_order, recomputes, stage_windows
 from simulator.engine.times import StageTimes
 from simulator.inputs.conditions import Conditions

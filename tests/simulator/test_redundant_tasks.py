@@ -9,7 +9,7 @@ import pytest
 
 from simulator.engine import reference
 from simulator.engine.execution import ShapeTimes, execute_orders, lane_times
-from simulator.engine.mini_batch import Played, StageTimes
+from simulator.engine.pipeline import Played, StageTimes
 from tests.seeds import each_seed
 from tests.simulator.test_engine import assert_alike
 from tests.simulator.test_following import SCHEDULES, orders_of, random_lanes, random_stages

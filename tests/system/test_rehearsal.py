@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from manager.controller.state.state import Phase
-from manager.engine.local_vms.namespaces import DIRECTORY, check_permitted, remove_stale
+from manager.engine.local_vms.namespaces import DIRECTORY, remove_stale
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.driver import Observed
 from manager.host.processes import wait_gone
@@ -21,11 +21,12 @@ from manager.rehearsal import RehearsalSpec, Rehearsed, plan_rehearsal, rehearse
 from manager.rehearsal.planning import Planned
 from manager.run_dir import RunDir
 from morph.checkpoint.manifest import complete_versions, read_manifest
-from morph.contract.errors import ConfigError, TrainingStopped
+from morph.contract.errors import TrainingStopped
 from morph.contract.profile import LinkProfile, Timing
 from morph.contract.trace import Trace, TraceEvent
 from simulator import simulate_plan, synthetic_profile
 from simulator.inputs.synthetic import with_type
+from tests.engine.test_namespaces import permitted
 from tests.system.commands import COMMAND, ROOT
 from tests.system.harness import together
 from tests.waiting import BOUND_S, poll_until
@@ -223,14 +224,6 @@ def test_nothing_outlives_an_end_by_signal(profile_path: Path, tmp_path: Path, n
 
 def namespaces_of(pid: int) -> list[str]:
     return [entry.name for entry in DIRECTORY.glob(f"morph-{pid}-*")] if DIRECTORY.is_dir() else []
-
-
-def permitted() -> bool:
-    try:
-        check_permitted()
-    except ConfigError:
-        return False
-    return True
 
 
 @pytest.mark.skipif(not permitted(), reason="network namespaces need Linux, root, ip and tc")

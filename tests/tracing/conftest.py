@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -86,12 +88,6 @@ def one_thread() -> None:
 
 
 @pytest.fixture(scope="session")
-def tools() -> Any:
-    class Tools:
-        make_job = staticmethod(make_job)
-        trace = staticmethod(trace)
-        optimizer_of = staticmethod(optimizer_of)
-        chain = Chain
-        mean_square = staticmethod(mean_square)
-
-    return Tools
+def tools() -> ModuleType:
+    """This module's functions."""
+    return sys.modules[__name__]

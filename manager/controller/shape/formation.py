@@ -302,8 +302,8 @@ def start_if_due(transition: Transition) -> None:
     since_s = now_s if waits.first_feasible_s is None else waits.first_feasible_s
     transition.change_waits(waiting_since_s=waiting_since_s, first_feasible_s=since_s)
     if num_ready == num_known and state.num_appeared >= state.config.expected_nodes:
-        told = "the one worker is ready" if num_ready == 1 else f"all {num_ready} workers are ready"
-        transition.say(ReasonCode.FORMED, told)
+        reason = "the one worker is ready" if num_ready == 1 else f"all {num_ready} workers are ready"
+        transition.say(ReasonCode.FORMED, reason)
         return form(transition)
     if now_s >= since_s + state.config.policy.start_patience_s:
         transition.say(ReasonCode.FORMED, f"{num_ready} of {num_known} workers are ready, the others are late")

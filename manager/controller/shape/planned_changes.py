@@ -1,4 +1,4 @@
-"""Decides whether and how long a planned change is postponed, to pre-copy its units or because a notice leaves time."""
+"""Decides whether and how long to postpone a planned change, to pre-copy its units or because a notice leaves time."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from morph.contract.messages import PreCopyMove, ReshapeOrder, WorkerId
 from morph.words import counted
 
 GRADIENT_SHARE = 1 / 3
-"""Gradients as a share of a unit's state with Adam: they remain to be sent at the boundary after a pre-copy."""
+"""Gradients as a share of a unit's state with Adam: the part that is sent at the boundary, after a pre-copy."""
 
 MARGIN = 2.0
 """A drain is postponed only if at least this many times its duration is left."""
@@ -31,7 +31,7 @@ STEP_MARGIN = 1.5
 
 
 def stays(transition: Transition) -> bool:
-    """Whether draining members run one more step: the shape without them is slower, and there is enough time.
+    """Whether draining members run one more step, as the shape without them is slower and there is enough time.
 
     The time must suffice for that step, for the pre-copy and for the change, by the durations measured in this run.
     """
@@ -60,9 +60,7 @@ def starts_pre_copy(transition: Transition) -> bool:
     if pre_copy is not None and pre_copy.slots == order.slots and pre_copy.plan == order.plan:
         if pre_copy.settled:
             return False
-        sentence = (
-            f"{pre_copy.num_synced} of {counted(len(pre_copy.moves), 'unit has', 'units have')} arrived before it"
-        )
+        sentence = f"{pre_copy.num_synced} of {counted(len(pre_copy.moves), 'unit has', 'units have')} arrived so far"
         transition.say(ReasonCode.PRE_COPY_NOTED, sentence)
         return True
     moves = _moves(order)
@@ -107,8 +105,8 @@ def _until_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, .
 def _wait_s(state: ControllerState, choice: Choice, moves: tuple[PreCopyMove, ...]) -> float | None:
     """Return the seconds from now to the boundary after these transfers, or None if waiting does not pay.
 
-    Training without the gain meanwhile must cost less than the transfer that it saves: ``wait * gain`` against ``saved
-    * (1 + gain)``, in work of the present shape. Leaving out draining members gains nothing.
+    The gain in speed that is lost while waiting (``wait * gain``, in work of the present shape) must not exceed the
+    transfer that is saved (``saved * (1 + gain)``). Leaving out draining members gains nothing.
     """
     rules, plan = state.config.policy.rules.ahead, state.plan
     assert plan is not None, "no generation was formed"
@@ -134,7 +132,7 @@ def _most_bytes(state: ControllerState, moves: tuple[PreCopyMove, ...]) -> int:
 
 
 def _deadline_s(state: ControllerState) -> float:
-    """Return the time (seconds) until which all members surely remain, some time before the first of them is taken."""
+    """Return the time (seconds) until which all members certainly remain: a margin before the first is taken."""
     grace_s = state.config.policy.rules.requests.notice_grace_s
     taken_s = [state.workers[worker].drain_until_s for worker in draining_members(state)]
     return min((time_s - grace_s for time_s in taken_s if time_s is not None), default=float("inf")) - (

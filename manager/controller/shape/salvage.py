@@ -79,7 +79,7 @@ def keeps_sums(config: ControllerConfig, plan: Plan) -> bool:
 
 
 def note_prepared(transition: Transition) -> None:
-    """Record the sums of workers that have prepared the abandoned step, also if the abort reached them after that."""
+    """Record the sums of workers that had prepared the abandoned step, even if the abort reached them afterwards."""
     state = transition.state
     step = state.step
     if not step.reports or step.attempt:
@@ -106,7 +106,7 @@ def note_prepared(transition: Transition) -> None:
 
 
 def losses_of(plan: Plan, slot: Slot, salvage: Salvage | None, num_micro_batches: int) -> dict[int, int]:
-    """Return the set of micro-batches whose loss a worker reports in a step, by the last section."""
+    """Return a mask of the micro-batches whose losses a worker reports, by the last section; {} for other stages."""
     if not plan.is_last(slot.stage):
         return {}
     last = plan.num_sections - 1

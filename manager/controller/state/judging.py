@@ -27,7 +27,7 @@ def finisher(state: ControllerState) -> WorkerId | None:
 
 
 def take_evaluation(transition: Transition) -> None:
-    """Once all have answered an order, process the evaluation that they report. Raises TrainingStopped."""
+    """Once all members have answered, process the evaluation that they report. Raises TrainingStopped."""
     state = transition.state
     size, step = state.evaluation, state.step
     if size is None or not size.acts:
@@ -139,7 +139,7 @@ def _judge(transition: Transition, version: int, values: dict[str, float | None]
     value = _value(values, rule)
     judged = state.judged.after(rule, version, value)
     transition.change(judged=judged)
-    transition.change_under_way(lambda one: one if one.version < version else one.model_copy(update={"judged": judged}))
+    transition.change_under_way(lambda old: old if old.version < version else old.model_copy(update={"judged": judged}))
     best = judged.best
     if best is not None and best.version == version:
         transition.add(f"version {version} is the best so far: {rule.metric} {best.value:.6g}")

@@ -134,12 +134,12 @@ def with_observation(
     key = (sections.start, sections.stop, node_type)
     known = next((entry for entry in seen if entry.key == key), None)
     entry = known or StageRatios(first_section=sections.start, end_section=sections.stop, node_type=node_type)
-    observations = (*(other for other in seen if other is not known), entry.with_one(log_ratio))
+    observations = (*(each for each in seen if each is not known), entry.with_one(log_ratio))
     if len(observations) <= MOST_STAGES:
         return observations
-    counts = Counter(other.node_type for other in observations)
-    forgotten = next(other for other in observations if counts[other.node_type] == max(counts.values()))
-    return tuple(other for other in observations if other is not forgotten)
+    counts = Counter(each.node_type for each in observations)
+    forgotten = next(each for each in observations if counts[each.node_type] == max(counts.values()))
+    return tuple(each for each in observations if each is not forgotten)
 
 
 def established(seen: Sequence[StageRatios]) -> tuple[StageRatios, ...]:
@@ -247,8 +247,8 @@ def _inverse(matrix: Sequence[Sequence[float]]) -> list[list[float]]:
     rows = [[*row, *(float(i == j) for j in range(size))] for i, row in enumerate(matrix)]
     for pivot in range(size):
         rows[pivot] = [value / rows[pivot][pivot] for value in rows[pivot]]
-        for other in range(size):
-            if other != pivot:
-                factor = rows[other][pivot]
-                rows[other] = [x - factor * y for x, y in zip(rows[other], rows[pivot], strict=True)]
+        for number in range(size):
+            if number != pivot:
+                factor = rows[number][pivot]
+                rows[number] = [x - factor * y for x, y in zip(rows[number], rows[pivot], strict=True)]
     return [row[size:] for row in rows]

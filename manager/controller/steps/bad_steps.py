@@ -1,8 +1,8 @@
 """Handles steps with bad numbers: the run ends with the version before such a step, or continues without its result.
 
-If step t is bad, version t+1 has the state of version t with ``skip``, and that of version m with ``go_back``, where m
-is the last multiple of ``LossRules.back_steps`` up to t; there a *leap* renames the workers' state to version t+1. So
-every state depends on its version alone, and a run that resumes finds the same bad step and does the same.
+If step t is bad, version t+1 gets the state of version t (``skip``) or of version m (``go_back``), where m is the last
+multiple of ``LossRules.back_steps`` up to t. Once the workers are back at version m, a *leap* renames their state to
+version t+1. So the state depends on the version alone, and a resumed run treats the same bad step in the same way.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MOST_UNNAMED = 8
 
 
 def gives_up(transition: Transition, why: str) -> bool:
-    """Handle a bad step, unless it must be skipped; return whether it is abandoned undecided."""
+    """Handle a bad step; return whether it is abandoned undecided. If not, it is to be skipped."""
     state, rules = transition.state, transition.state.config.policy.rules.losses
     if state.version not in state.unnamed:
         transition.change(unnamed=(*state.unnamed, state.version)[-MOST_UNNAMED:])
@@ -41,14 +41,14 @@ def gives_up(transition: Transition, why: str) -> bool:
 
 
 def leap_if_due(transition: Transition) -> bool:
-    """If the present version's state is also that of a later version, continue there; return whether this happened."""
+    """If a later version has the same state as the present one, continue from there; return whether that is so."""
     state = transition.state
     leap = state.leaps.get(state.version)
     if leap is None or state.is_last:
         return False
     decided = Decided(version=leap.to, skipped=True, state_of=state.version)
     workers, nothing = dict(state.workers), frozenset[UnitId]()
-    for worker in state.workers.keys() - state.member_units.keys():  # not a member: it may be a step behind
+    for worker in state.workers.keys() - state.member_units.keys():  # not a member, and perhaps a step behind
         workers[worker] = workers[worker].model_copy(update={"holds": nothing})
     transition.change(version=leap.to, decided=decided, workers=workers)
     transition.change(losses=state.losses.model_copy(update={"num_bad": leap.num_bad}))
@@ -93,6 +93,6 @@ def _note(transition: Transition, step: int, sentence: str) -> None:
 
 
 def _give_up(transition: Transition) -> None:
-    """Drop all partial sums of the step and leave the shape; no worker has an order."""
+    """Drop all partial sums of the step and leave the shape, while no worker has an order."""
     transition.change_step(reports={}, kept={})
     dissolve(transition, planned=True)

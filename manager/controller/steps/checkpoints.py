@@ -163,7 +163,7 @@ def seal(transition: Transition, pending: PendingCheckpoint) -> None:
     if state.saving.pending is not None and state.saving.pending.version == pending.version:
         transition.change_saving(pending=None, unsaved_since_s=None, save_retry_s=None)
     else:
-        transition.change_saving(earlier=tuple(one for one in state.saving.earlier if one.version != pending.version))
+        transition.change_saving(earlier=tuple(old for old in state.saving.earlier if old.version != pending.version))
     sentence = f"every unit of version {pending.version} is written: its manifest follows"
     transition.say(ReasonCode.CHECKPOINT_SEALED, sentence, manifest_order(transition.state, manifest))
 
@@ -175,8 +175,8 @@ def on_checkpoint_failed(transition: Transition, event: CheckpointFailed) -> Non
     sentence = f"{event.worker} could not write its part of a checkpoint: {event.error}"
     if event.worker == MANIFEST_WRITER and saving.sealing:
         if state.phase is Phase.SEALING and event.version in (None, state.version):
-            told = f"the manifest of version {state.version} cannot be written: {event.error}"
-            return _save_later(transition, told)
+            reason = f"the manifest of version {state.version} cannot be written: {event.error}"
+            return _save_later(transition, reason)
         left = tuple(entry for entry in saving.sealing if event.version not in (None, entry.version))
         since_s = saving.sealing_since_s if left else None
         transition.change_saving(sealing=left, sealing_since_s=since_s, checkpoint_base=_last_try(state))

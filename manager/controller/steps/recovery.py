@@ -1,4 +1,4 @@
-"""Several generations in a row decide no step: what workers hold is saved, and a pause precedes the next attempt."""
+"""Handles generations that fail one after the other: what workers hold is saved, and the next attempt is delayed."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ PAUSES = Backoff(first_s=5.0, most_s=300.0)
 
 
 def begin_rest(transition: Transition) -> None:
-    """Save what workers hold and pause, because too many generations in a row were dissolved; no worker has an order.
+    """Save what workers hold and pause, after too many dissolved generations in a row, while no worker has an order.
 
-    The pause doubles; the run ends ``policy.give_up_after_s`` after the first, or once a requested stop is saved.
+    Each pause is twice the one before. The run ends ``policy.give_up_after_s`` after the first pause began, or once the
+    state is saved if a stop was requested.
     """
     state, now_s = transition.state, transition.now_s
     waits = state.waits
@@ -41,12 +42,12 @@ def begin_rest(transition: Transition) -> None:
     pause_s = PAUSES.pause_s(waits.num_fruitless - policy.max_fruitless_generations)
     transition.change(phase=Phase.RESTING, reshape=None, member_units={})
     transition.change_waits(resting_since_s=since_s, rest_until_s=now_s + pause_s, join_since_s=None)
-    transition.say(ReasonCode.RESTING, f"{sentence}: it is tried again in {pause_s:g} s")
+    transition.say(ReasonCode.RESTING, f"{sentence}: the next attempt is in {pause_s:g} s")
     return _save_held(transition)
 
 
 def save_before_waiting(transition: Transition) -> bool:
-    """Have workers write what they hold, since no shape can be formed; return whether they do."""
+    """If no shape can be formed, have workers write what they hold; return whether they do."""
     state = transition.state
     saving = state.saving
     known = {manifest.version for manifest in saving.sealing}
@@ -63,7 +64,7 @@ def save_before_waiting(transition: Transition) -> bool:
 
 
 def rest_over(transition: Transition) -> None:
-    """While resting: form the next generation once the pause is over and every order is answered."""
+    """Form the next generation after a rest, once the pause is over and every order is answered."""
     state = transition.state
     if not state.step.awaited and (state.waits.rest_until_s is None or transition.now_s >= state.waits.rest_until_s):
         transition.change_waits(rest_until_s=None)
@@ -71,7 +72,7 @@ def rest_over(transition: Transition) -> None:
 
 
 def stop_while_resting(transition: Transition) -> None:
-    """Handle a stop request: end if everything is saved, else once it is, or form a generation that can save it."""
+    """Handle a stop request: end once everything is saved; if nobody is saving, form a generation that can."""
     state = transition.state
     saving = state.saving
     if is_saved(state):
@@ -106,7 +107,7 @@ def _save_held(transition: Transition) -> None:
 
 
 def _writers(state: ControllerState) -> dict[UnitId, WorkerId] | None:
-    """Distribute the units over their holders, about as many bytes to each; None: some unit has no holder."""
+    """Choose a holder to write each unit, so that all write about as many bytes; None: some unit has no holder."""
     writers: dict[UnitId, WorkerId] = {}
     load = dict.fromkeys(state.ready_workers, 0)
     for unit in state.config.units:

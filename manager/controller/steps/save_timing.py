@@ -24,9 +24,9 @@ def next_save(state: ControllerState, now_s: float) -> NextSave | None:
     return sooner(periodic_save(state, now_s), insurance_save(state, now_s))
 
 
-def sooner(first: NextSave | None, other: NextSave | None) -> NextSave | None:
+def sooner(first: NextSave | None, second: NextSave | None) -> NextSave | None:
     """Return the one that is due first."""
-    return min((save for save in (first, other) if save is not None), key=lambda save: save.due_s, default=None)
+    return min((save for save in (first, second) if save is not None), key=lambda save: save.due_s, default=None)
 
 
 def periodic_save(state: ControllerState, now_s: float) -> NextSave | None:

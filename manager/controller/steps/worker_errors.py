@@ -12,10 +12,11 @@ from morph.contract.messages import Failed, WorkerId
 
 
 def failed(transition: Transition, worker: WorkerId, answer: Failed) -> None:
-    """Handle a failed order: a worker with a lost or full device is lost, and another checkpoint is sought.
+    """Handle a failed order by its cause.
 
-    After an error in the job's code the step is tried once more, on other workers if they suffice. If a retry cannot
-    mend the error, or it comes again, what workers hold is saved and the run ends.
+    A worker whose device is lost or full is given up. If a checkpoint could not be loaded, another one is sought. After
+    an error in the job's code the step is run again, on other workers if there are enough. If the error comes again, or
+    a retry cannot help, what workers hold is saved and the run ends.
     """
     assert transition.state.step.order is not None, "nobody has an order"
     version, known = transition.state.step.order.version, transition.state.failing
@@ -50,8 +51,8 @@ def failed(transition: Transition, worker: WorkerId, answer: Failed) -> None:
         final=final,
     )
     transition.change(failing=failing, stop_reason=sentence if final else state.stop_reason)
-    if not final:  # others may take its place until the step is decided; it sends them its units
-        sentence += "; tried once more"
+    if not final:  # until the step is decided, others may take the worker's place; it sends them its units
+        sentence += "; the step is run once more"
     return _give_up(transition, sentence)
 
 
@@ -62,12 +63,12 @@ def _lost(transition: Transition, worker: WorkerId, answer: Failed, version: int
         transition.change(failing=entry)
     transition.say(ReasonCode.WORKER_REMOVED, "given up", EndWorker(worker=worker))
     lose(transition, {worker: answer.error})
-    if transition.state.phase in FORMED_PHASES:  # it is not a member, but had an order of the generation
+    if transition.state.phase in FORMED_PHASES:  # the worker is no member, but had an order of the generation
         dissolve(transition)
 
 
 def _give_up(transition: Transition, sentence: str) -> None:
-    """Abort an order on all workers, because one worker gave it up."""
+    """Abort an order on all workers, because one worker could not carry it out."""
     transition.say(ReasonCode.ABORTING, sentence)
     next_one = settle if transition.state.phase is Phase.ABORTING else dissolve
     next_one(transition)
@@ -85,4 +86,4 @@ def _advice(state: ControllerState, answer: Failed) -> str:
     if answer.cause != "memory":
         return ""
     shape = f"shape {state.plan.shape}" if state.plan is not None else "this shape"
-    return f"; {shape} needs more memory than there is: lower vms.memory_bytes, or calibrate smaller micro-batches"
+    return f"; {shape} does not fit in the device's memory: lower vms.memory_bytes, or calibrate smaller micro-batches"

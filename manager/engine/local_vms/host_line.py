@@ -156,15 +156,15 @@ class HostLine:
             raise ClusterError(str(answer["error"]))
         return answer
 
-    def listen(self, told: Callable[[dict[str, Any]], None]) -> None:
-        """Pass every further packet to ``told`` in a thread, last of all ``{}``; never ``receive`` after this."""
+    def listen(self, handle: Callable[[dict[str, Any]], None]) -> None:
+        """Pass every further packet to ``handle`` in a thread, last of all ``{}``; never ``receive`` after this."""
         self._connection.settimeout(None)
 
         def run() -> None:
             with suppress(OSError):
                 while message := self._connection.recv(PACKET_BYTES):
-                    told(json.loads(message))
-            told({})
+                    handle(json.loads(message))
+            handle({})
 
         threading.Thread(target=run, name="morph-vm-host", daemon=True).start()
 

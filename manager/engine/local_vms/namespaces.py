@@ -178,8 +178,8 @@ def _present() -> list[str]:
 
 
 def _owner(name: str) -> int | None:
-    found = _NAME.fullmatch(name)
-    return int(found[1]) if found else None
+    match = _NAME.fullmatch(name)
+    return int(match[1]) if match else None
 
 
 def _remove(names: Sequence[str]) -> None:

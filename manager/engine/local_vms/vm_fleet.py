@@ -171,7 +171,7 @@ class VmFleet:
     ) -> str:
         count = self._seen[node] = self._seen.get(node, 0) + 1
         vm = self._wanted[node] = node if count == 1 else f"{node}.{count}"
-        size, zone = ("" if told == UNKNOWN else told for told in (instance_type, zone))
+        size, zone = ("" if value == UNKNOWN else value for value in (instance_type, zone))
         facts = NodeFacts(provider="local", size=size, zone=zone, node_type=size if size in self._node_types else "")
         self._said[vm] = facts, None if usd_per_h is None else Paid(usd_per_h=usd_per_h)
         return vm

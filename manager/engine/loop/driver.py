@@ -139,9 +139,9 @@ class Driver:
         """Request the end at the next step boundary; safe in a signal handler."""
         self._event_queue.put(StopRequested(reason=reason))
 
-    def tell(self, *told: Event | Fact) -> None:
+    def tell(self, *items: Event | Fact) -> None:
         """Handle these events before those in the event queue: a manager that takes over has already seen them."""
-        for item in told:
+        for item in items:
             if self._finish is None:
                 self._take(Stamped(self._event_queue.now_s(), item))
 

@@ -30,7 +30,7 @@ STUCK_TIMEOUT_S = 5.0
 
 
 class WorkerConnection(Protocol):
-    """A connection to one worker; all methods may be called from any thread."""
+    """A connection to one worker, made in a higher layer (``joining``). Methods may be called from any thread."""
 
     @property
     def stuck_s(self) -> float:
@@ -68,7 +68,7 @@ class _Handle(Signs):
     """The probe without an answer."""
     unanswered: dict[str, bytes] = field(default_factory=dict)
     """The order and the probe without an answer."""
-    told: dict[str, bytes] = field(default_factory=dict)
+    newest: dict[str, bytes] = field(default_factory=dict)
     """The last message of each other kind."""
     sending: threading.Lock = field(default_factory=threading.Lock)
 
@@ -208,7 +208,7 @@ class WorkerPool:
             return
         with handle.sending:
             is_reconnect, handle.line = handle.line not in (None, line), line
-            for message in (*handle.told.values(), *handle.unanswered.values()):
+            for message in (*handle.newest.values(), *handle.unanswered.values()):
                 line.send(message)
         if is_reconnect and not handle.gone:
             self._event_queue.put(Fact(name="connection_broken", worker=worker, detail="replaced by a new one"))
@@ -238,7 +238,7 @@ class WorkerPool:
         handle = self._handles.get(worker)
         if handle is not None:
             with handle.sending:
-                handle.told[name] = message = pack(name, argument)
+                handle.newest[name] = message = pack(name, argument)
                 self._write(handle, message)
 
     def _write(self, handle: _Handle, message: bytes) -> None:

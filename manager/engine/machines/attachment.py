@@ -46,8 +46,8 @@ class Attachment(Value):
 
 
 @dataclass(frozen=True)
-class FoundRun:
-    """A run that still lives: a line to the process that owns its VMs, its greeting, and the journal's state.
+class Takeover:
+    """A killed manager's run: a line to the process that owns its VMs, its greeting, and the journal's state.
 
     ``appeared``: VMs that were reported to the controller. ``moment``: the position in the trace.
     """
@@ -79,7 +79,7 @@ def forget_attachment(run_dir: RunDir) -> None:
     (run_dir.path / ATTACHMENT).unlink(missing_ok=True)
 
 
-def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
+def find_living(run_dir: RunDir, command: dict[str, str]) -> Takeover | None:
     """Find out whether the run's VMs live, and connect to them; None: no manager was killed. Takes seconds at most.
 
     The caller holds ``run_dir``, so that no other manager lives or starts. RunDirError: the run lives on for a while,
@@ -115,7 +115,7 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> FoundRun | None:
         sweep()
         forget_attachment(run_dir)
         raise TakeoverFailed(str(error)) from error
-    return FoundRun(attachment, line, greeting, state, appeared, moment)
+    return Takeover(attachment, line, greeting, state, appeared, moment)
 
 
 def _note_last_sign_of_life(run_dir: RunDir) -> None:
@@ -137,5 +137,5 @@ def _check_private(control_socket: Path) -> None:
         above = [directory.stat() for directory in list(control_socket.parents)[:2]]  # Ray opens its own to all
     except OSError as error:
         raise ClusterError("the process that owned its VMs is gone") from error
-    if not any(found.st_uid == os.geteuid() and not stat.S_IMODE(found.st_mode) & 0o077 for found in above):
+    if not any(status.st_uid == os.geteuid() and not stat.S_IMODE(status.st_mode) & 0o077 for status in above):
         raise ClusterError(f"{control_socket.parent} can be entered by others")

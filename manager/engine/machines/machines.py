@@ -15,8 +15,8 @@ from manager.engine.local_vms.namespaces import HostNetwork, opened_in
 from manager.engine.local_vms.vm_fleet import VmHost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.worker_pool import Launcher, WorkerPool
-from manager.engine.machines.attachment import Attachment, FoundRun
-from manager.engine.machines.store_watch import StartedStore, StoreWatch
+from manager.engine.machines.attachment import Attachment, Takeover
+from manager.engine.machines.store_watch import Store, StoreWatch
 from manager.host.ports import LOOPBACK
 from manager.providers.interface.provider import Provider
 from morph.contract.messages import WorkerSetup
@@ -58,7 +58,7 @@ class Opening:
     """The arguments for bringing machines up.
 
     Time-outs: see ``Silence``. ``patience_s``: how long everything outlives this process if it is killed. ``ending``:
-    closes what was opened. ``found``: the run that another manager left; None: there is none.
+    closes what was opened. ``takeover``: the run that another manager left; None: there is none.
     """
 
     event_queue: EventQueue
@@ -67,19 +67,23 @@ class Opening:
     outage_timeout_s: float
     patience_s: float
     ending: ExitStack
-    found: FoundRun | None = None
+    takeover: Takeover | None = None
 
 
 OpenMachines = Callable[[Opening], Machines]
-"""Brings machines up, or continues with those that were found."""
+"""Brings machines up, or continues with those of a run that is taken over."""
 
 
-def open_pool(opening: Opening, entrance: Entrance, launcher: Launcher, *checks: Callable[[], None]) -> WorkerPool:
-    """Accept workers, and open their pool. ``checks`` raise the error that ends the session."""
+def open_pool(
+    opening: Opening, entrance: Entrance, launcher: Launcher, store: Store, check_owner: Callable[[], None]
+) -> WorkerPool:
+    """Watch the store, accept workers, and open their pool. ``check_owner`` raises the error that ends the session."""
+    watch = StoreWatch(store, opening.event_queue)
+    opening.ending.callback(watch.close)
 
     def check() -> None:
-        for each in checks:
-            each()
+        check_owner()
+        watch.check()
 
     pool = WorkerPool(
         opening.event_queue,
@@ -142,7 +146,7 @@ class Processes:
         """Bring the machines up (see ``OpenMachines``); ClusterError if one does not come up."""
         from manager.engine.on_processes.process_vms import ProcessVms
 
-        network, found, ending = self.network, opening.found, opening.ending
+        network, found, ending = self.network, opening.takeover, opening.ending
         if network is not None:
             ending.callback(network.close)
             network.open()
@@ -153,7 +157,7 @@ class Processes:
             entrance, vms = begun.entrance, begun.vms
             vms.start(self.job_path)
             store_host, namespace = (LOOPBACK, None) if network is None else (network.hub_address, network.hub)
-            store = StartedStore(partial(vms.start_store, namespace=namespace), store_host)
+            store = Store(partial(vms.start_store, namespace=namespace), store_host)
             store.start()
             attachment = Attachment(
                 kind="processes",
@@ -176,10 +180,8 @@ class Processes:
             )
             ending.callback(vms.close)
             known = found.greeting["store"]
-            store = StartedStore(vms.start_store, attachment.store_host, attachment.store_port, known)
-        watch = StoreWatch(store, opening.event_queue)
-        ending.callback(watch.close)
-        pool = open_pool(opening, entrance, vms, vms.check, watch.check)
+            store = Store(vms.start_store, attachment.store_host, attachment.store_port, known)
+        pool = open_pool(opening, entrance, vms, store, vms.check)
         return Machines(vms, pool, self._address_of, attachment, lambda: found.vms if found else ())
 
     def _entrance(self) -> Entrance:

@@ -11,7 +11,7 @@ from manager.engine.joining.link_server import Entrance, listen
 from manager.engine.loop.worker_pool import WorkerPool
 from manager.engine.machines.attachment import Attachment
 from manager.engine.machines.machines import Machines, Opening, OpenMachines, open_pool
-from manager.engine.machines.store_watch import StartedStore, StoreWatch
+from manager.engine.machines.store_watch import Store
 from manager.engine.on_ray.launcher import RayLauncher
 from manager.engine.on_ray.ray_cluster import RayCluster
 from manager.host.ports import LOOPBACK
@@ -35,12 +35,12 @@ class OnRay:
 
     def begin(
         self, opening: Opening, cluster: RayCluster, living: Callable[[], Collection[str]]
-    ) -> tuple[StartedStore, Entrance, WorkerPool]:
+    ) -> tuple[Store, Entrance, WorkerPool]:
         """Start everything, or continue with what is running. ``living``: the workers that may exist.
 
         ClusterError: Ray or the store does not start, or listening on an address or port failed.
         """
-        found, ending = opening.found, opening.ending
+        found, ending = opening.takeover, opening.ending
         ending.callback(cluster.close)
         if found is None:
             try:
@@ -49,20 +49,18 @@ class OnRay:
                 raise ClusterError(f"cannot listen on {self.host}: {error.strerror}") from error
             ending.callback(entrance.listening.close)
             cluster.start(entrance.listening)
-            store = StartedStore(cluster.start_store, self.host, self.store_port)
+            store = Store(cluster.start_store, self.host, self.store_port)
             store.start()
         else:
             left = found.attachment
             cluster.take_over(found.line, found.greeting)
             entrance = Entrance(found.line.workers, left.own_secret)
             ending.callback(entrance.listening.close)
-            store = StartedStore(cluster.start_store, self.host, left.store_port, found.greeting["store"])
-        watch = StoreWatch(store, opening.event_queue)
-        ending.callback(watch.close)
+            store = Store(cluster.start_store, self.host, left.store_port, found.greeting["store"])
         launcher = RayLauncher(
             cluster.driver, entrance.home, living, lambda worker, cause: pool.failed(worker, cause), gpus=self.gpus
         )
-        pool = open_pool(opening, entrance, launcher, cluster.check_head, watch.check)
+        pool = open_pool(opening, entrance, launcher, store, cluster.check_head)
         return store, entrance, pool
 
 
@@ -70,7 +68,7 @@ def open_ray(directory: Path) -> OpenMachines:
     """Return machines that are local Ray nodes; they raise ClusterError if Ray does not start."""
 
     def open_machines(opening: Opening) -> Machines:
-        found = opening.found
+        found = opening.takeover
         up = found.vms if found else ()
         cluster = RayCluster(directory, opening.patience_s, gone=lambda vm: opening.event_queue.put(_ended(vm)))
         store, entrance, pool = OnRay(directory).begin(opening, cluster, lambda: up)

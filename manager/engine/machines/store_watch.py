@@ -6,7 +6,6 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from manager.engine.loop.event_queue import EventQueue
 from manager.host.processes import runs
@@ -19,20 +18,9 @@ PAUSE_S = 0.2
 CLOSE_TIMEOUT_S = 10.0
 
 
-class Store(Protocol):
-    """A rendezvous store in its own process on this machine."""
-
-    host: str
-    port: int
-    pid: int
-
-    def start(self) -> None:
-        """Start the store, at ``port`` once that is known, or find the one that runs there; ClusterError on failure."""
-
-
 @dataclass
-class StartedStore:
-    """A store that the owner of the VMs starts. ``port``, ``pid``: 0 until they are known.
+class Store:
+    """A rendezvous store in its own process on this machine. ``port``, ``pid``: 0 until they are known.
 
     ``start_at``: starts the store at a host and port, ending an earlier one, and returns its process id and port.
     """
@@ -43,6 +31,7 @@ class StartedStore:
     pid: int = 0
 
     def start(self) -> None:
+        """Start the store, at ``port`` once that is known; ClusterError on failure."""
         self.pid, self.port = self.start_at(self.host, self.port)
 
 

@@ -11,7 +11,7 @@ from manager.engine.joining.certificates import Tls
 from manager.engine.joining.joiner import Joiner
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.event_queue import EventQueue
-from manager.engine.machines.attachment import FoundRun
+from manager.engine.machines.attachment import Takeover
 from manager.engine.machines.machines import Machines, OpenMachines, Processes, Provided
 from manager.engine.machines.provider_machines import Providing, open_provided
 from manager.engine.machines.ray_machines import open_ray
@@ -32,17 +32,17 @@ PROVIDER_CLOSE_S = 90.0
 
 
 def machines_of(
-    vms: Vms, providing: Providing | None, found: FoundRun | None, run_dir: Path, job_path: str
+    vms: Vms, providing: Providing | None, takeover: Takeover | None, run_dir: Path, job_path: str
 ) -> OpenMachines:
     """Return a function that opens VMs of this kind. ``providing``: how to open their provider, if one brings them.
 
     The job's imports are made in advance only if the job gets no variables of its own: these would come after the
-    imports. ClusterError: Ray was imported too early, or the run that was found is gone.
+    imports. ClusterError: Ray was imported too early, or the run to be taken over is gone.
     """
     if isinstance(vms, LocalVms) and not vms.under_ray:
         return Processes(run_dir / WORKERS_LOG, job_path="" if vms.pass_variables else job_path)
     tls = _tls(vms)
-    directory = adopt(found.attachment.control_socket.parent / "ray", tls) if found else prepare(tls)
+    directory = adopt(takeover.attachment.control_socket.parent / "ray", tls) if takeover else prepare(tls)
     if isinstance(vms, LocalVms):
         return open_ray(directory)
     assert providing is not None, "no way to open the provider is given"
@@ -56,7 +56,7 @@ def _tls(vms: Vms) -> Tls | None:
 
 
 def provisioning_of(
-    vms: Vms, machines: Machines, fleet: VmFleet, event_queue: EventQueue, spending: Spending, found: FoundRun | None
+    vms: Vms, machines: Machines, fleet: VmFleet, event_queue: EventQueue, spending: Spending, takeover: Takeover | None
 ) -> Provisioner:
     """Open the part that requests VMs, in a run that keeps a number of them."""
     if machines.provided is not None:
@@ -64,11 +64,11 @@ def provisioning_of(
             machines.provided.provider,
             event_queue,
             spending,
-            nodes=found.state.workers if found else (),
+            nodes=takeover.state.workers if takeover else (),
             look_every_s=PROVIDER_LOOK_S,
             close_timeout_s=PROVIDER_CLOSE_S,
         )
-    left = inherited(found.state, found.vms) if found else Inherited()
+    left = inherited(takeover.state, takeover.vms) if takeover else Inherited()
     provider = LocalProvider(fleet, max_vms=MAX_LOCAL_VMS, usd_per_h=vms.usd_per_h, inherited=left.vms)
     return Provisioner(provider, event_queue, spending, nodes=left.nodes)
 

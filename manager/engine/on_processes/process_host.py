@@ -5,16 +5,15 @@ everything that a worker needs, then reads one line from standard input, ``{"job
 "workers.log"}``, and imports the job's modules, if a job is named. Without such a line it ends.
 
 It imports once, and has no thread and no device: a fork of it becomes a worker in milliseconds, whereas a new process
-needs seconds for its imports. Managers connect to its ``ControlSocket``. Requests:
+needs seconds for its imports. Managers connect to its ``ControlSocket``, which greets each with ``{"host": pid,
+"store": pid, "vms": {"vm0": pid}}``. Requests:
 
-``{"worker": "vm0", "namespace": null, "home": "{..}"}``, where ``home`` says where the worker calls, ``{"store":
-"127.0.0.1", "port": 0, "namespace": null}`` with the file descriptor of a connection on which the store sends its port;
-an earlier store ends, ``{"settled": true}``, which is not answered.
-
-Answers: ``{"pid": ..}`` or ``{"error": ".."}``. Every manager is greeted with ``{"host": pid, "store": pid, "vms":
-{"vm0": pid}}``.
-At ``{"end": true}``, or when no manager comes any more, every child is killed; if no manager requested that, the
-directories and the first manager's network namespaces are removed too.
+- ``{"worker": "vm0", "namespace": null, "home": "{..}"}`` starts a worker; ``home`` says where it calls.
+- ``{"store": "127.0.0.1", "port": 0, "namespace": null}`` starts a store, and ends the earlier one. The file descriptor
+  of a connection comes with it, on which the store sends its port.
+- ``{"settled": true}`` is not answered. The others are, with ``{"pid": ..}`` or ``{"error": ".."}``.
+- ``{"end": true}`` ends every child and this process. If no manager connects for PATIENCE_S, they end too, and the
+  directories and the first manager's network namespaces are removed.
 """
 
 import gc

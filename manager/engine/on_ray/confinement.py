@@ -315,7 +315,7 @@ def _filter(machine: _Machine) -> bool:
         made += [unless(_EQUAL, protocol, 1), allow]
     made.append(returned(_REFUSE | errno.EPROTONOSUPPORT))
     program += [unless(_EQUAL, machine.socket, len(made)), *made, allow]
-    instructions = (_Instruction * len(program))(*(_Instruction(*one) for one in program))
+    instructions = (_Instruction * len(program))(*(_Instruction(*fields) for fields in program))
     return bool(_libc.prctl(_SET_FILTER, 2, ctypes.byref(_Program(len(program), instructions)), 0, 0) == 0)
 
 

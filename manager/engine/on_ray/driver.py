@@ -35,7 +35,7 @@ NODES_EVERY_S = 0.25
 LOOK_EVERY_S = 0.05
 
 
-class Driver:
+class RayDriver:
     """Carries out the manager's orders. Actors are detached and named, so that the next driver can find them.
 
     An actor is called once, and returns when its worker's process ends. A later driver's call waits behind the running
@@ -146,7 +146,7 @@ def main() -> None:
     lacks = confine_to(directory).lacks
     import ray
 
-    driver = Driver(ray, connection)
+    driver = RayDriver(ray, connection)
     driver.tell(Hello(lacks=lacks))
     driver.connect(address)
     driver.serve()

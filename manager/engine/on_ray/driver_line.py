@@ -13,7 +13,6 @@ from morph.contract.errors import ClusterError
 
 log = logging.getLogger(__name__)
 
-SEND_TIMEOUT_S = 10.0
 SHORT_LIFE_S = 30.0
 FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.2, 5.0
 
@@ -31,7 +30,7 @@ class DriverLine:
         self._changed = threading.Condition()
         self._connection: socket.socket | None = None
         self._nodes: dict[str, str] | None = None
-        self._told: Callable[[Told], object] = bool
+        self._handle: Callable[[Told], object] = bool
         self._connected: Callable[[], object] = bool
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._run, name="morph-ray-driver", daemon=True)
@@ -40,9 +39,9 @@ class DriverLine:
         """Start the driver; ``wait_for_nodes`` returns whether it came up."""
         self._thread.start()
 
-    def attend(self, told: Callable[[Told], object], connected: Callable[[], object]) -> None:
+    def attend(self, handle: Callable[[Told], object], connected: Callable[[], object]) -> None:
         """Set what the line's thread calls with each report, and for each new driver; once one is connected."""
-        self._told, self._connected = told, connected
+        self._handle, self._connected = handle, connected
 
     @property
     def nodes(self) -> dict[str, str]:
@@ -126,7 +125,7 @@ class DriverLine:
             self.lacks = message.lacks
             return
         if isinstance(message, Told):
-            self._told(message)
+            self._handle(message)
             return
         with self._changed:
             is_first = self._nodes is None

@@ -73,8 +73,8 @@ class RayLauncher:
         for worker in living:
             self._ask_for(worker)
         with self._changed:
-            self._changed.wait_for(lambda: all(found.is_known for found in self._workers.values()), ADOPT_TIMEOUT_S)
-            return [worker for worker, found in self._workers.items() if found.is_known]
+            self._changed.wait_for(lambda: all(entry.is_known for entry in self._workers.values()), ADOPT_TIMEOUT_S)
+            return [worker for worker, entry in self._workers.items() if entry.is_known]
 
     def told(self, news: Told) -> None:
         """Handle the driver's report about a worker."""
@@ -99,7 +99,7 @@ class RayLauncher:
         """Handle the connection of a new driver, which knows no workers yet."""
         with self._changed:
             kills, self._unsent_kills = self._unsent_kills, set()
-            workers = [worker for worker, found in self._workers.items() if not found.is_known]
+            workers = [worker for worker, entry in self._workers.items() if not entry.is_known]
         for worker in kills:
             self._driver.send(Kill(worker=worker))
         for worker in workers:

@@ -168,7 +168,7 @@ class Account:
                 self._terminate([instance])
             except ProviderError as error:
                 left[instance] = error
-        there = {found.id for found in self.look()[0] if found.is_there} | {*may_be_new}
+        there = {vm.id for vm in self.look()[0] if vm.is_there} | {*may_be_new}
         if left := {f"{ids[known]} ({known})": error for known, error in left.items() if known in there}:
             raise not_ended(left)
 
@@ -186,7 +186,7 @@ class Account:
         """
         if owned := self.owns_template():
             self._check_listed()
-        while not all(found.state == GONE for found in self.look()[0]):
+        while not all(instance.state == GONE for instance in self.look()[0]):
             if time.monotonic() >= until_s:
                 raise Transient("instances are shutting down, and it is not known whether their volumes are gone")
             time.sleep(self._bounds.poll_s)

@@ -105,7 +105,7 @@ class AwsProvider:
         instances = self._instances()
         vms = [vm for vm in self._listed(instances) if vm.request == request]
         died = gone_at_once(made.keys() - {vm.name for vm in vms})
-        died |= {one.vm.name: one.why for one in instances if one.vm.name in died and one.why is not None}
+        died |= {each.vm.name: each.why for each in instances if each.vm.name in died and each.why is not None}
         granted = outcome(request, vms, errors | died, decisions)
         if not isinstance(granted.missing, RETRYABLE):
             self._operations.answered(request, tuple(vm.name for vm in granted))
@@ -155,8 +155,8 @@ class AwsProvider:
                 self._operations.ended(name)
             raise
         with reading(f"VM {name}"):
-            made = [(one, instance) for one in answer.get("Instances", []) for instance in one["InstanceIds"]]
-            errors = [(str(one["ErrorCode"]), str(one.get("ErrorMessage", ""))) for one in answer.get("Errors", [])]
+            made = [(fleet, instance) for fleet in answer.get("Instances", []) for instance in fleet["InstanceIds"]]
+            errors = [(str(each["ErrorCode"]), str(each.get("ErrorMessage", ""))) for each in answer.get("Errors", [])]
             if made:
                 fleet, instance = made[0]
                 chosen = fleet["LaunchTemplateAndOverrides"]["Overrides"]
@@ -169,8 +169,8 @@ class AwsProvider:
         self._drop_version(version)
         if not errors:
             raise Transient(f"VM {name}: its fleet has neither an instance nor an error")
-        found = [fleet_error(code, message, f"VM {name}") for code, message in errors]  # each type and zone has its own
-        raise min(found, key=lambda error: OF_A_FLEET.index(type(error)))
+        typed = [fleet_error(code, message, f"VM {name}") for code, message in errors]  # each type and zone has its own
+        raise min(typed, key=lambda error: OF_A_FLEET.index(type(error)))
 
     def _drop_version(self, version: str) -> None:
         """Delete a version whose instance is listed, ended or refused: it holds secrets, and 10,000 are allowed."""

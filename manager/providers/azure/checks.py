@@ -94,7 +94,7 @@ class Checks:
         limits = offered.get("restrictions") or []
         if any(limit["type"] == "Location" for limit in limits):
             return Finding(False, f"{where} is not available to the subscription: {limits[0].get('reasonCode')}")
-        self._sizes[size.name] = has = {one["name"]: one["value"] for one in offered["capabilities"]}
+        self._sizes[size.name] = has = {entry["name"]: entry["value"] for entry in offered["capabilities"]}
         has["family"] = offered["family"]
         num_gpus = int(has.get("GPUs", 0))
         if size.num_gpus > num_gpus:

@@ -31,7 +31,8 @@ from manager.providers.interface.provider import (
 from morph.contract.base import Value
 from morph.contract.cluster import UsdPerHour
 from morph.contract.errors import WaitTimeout
-from morph.contract.files import PRIVATE, locked, write_whole
+from morph.contract.files import PRIVATE, write_whole
+from morph.file_lock import locked
 
 log = logging.getLogger(__name__)
 

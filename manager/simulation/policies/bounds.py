@@ -13,8 +13,7 @@ import numpy as np
 from manager.accounting.account import TimeUse
 from manager.simulation.policies.membership import Books, end_of, intervals, nothing_paid, twice_slower
 from manager.simulation.spot.job import SpotJob
-from manager.simulation.spot.outcome import PolicyOutcome
-from manager.simulation.spot.run_end import SpotPrices, Until
+from manager.simulation.spot.run_end import PolicyOutcome, SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
 
@@ -48,8 +47,8 @@ class _Kind(NamedTuple):
         if place == len(self.times_s):
             return self.shares[-1]
         before = (0.0, 0.0) if place == 0 else (self.times_s[place - 1], self.shares[place - 1])
-        found = before[1] + (time_s - before[0]) / (self.times_s[place] - before[0]) * (self.shares[place] - before[1])
-        return found if found >= 1 - _NEAR else 0.0
+        value = before[1] + (time_s - before[0]) / (self.times_s[place] - before[0]) * (self.shares[place] - before[1])
+        return value if value >= 1 - _NEAR else 0.0
 
 
 class Bound:

@@ -8,8 +8,7 @@ from itertools import groupby
 
 from manager.accounting.account import TimeUse
 from manager.simulation.spot.job import SpotJob
-from manager.simulation.spot.outcome import Moment, PolicyOutcome
-from manager.simulation.spot.run_end import SpotPrices, Until
+from manager.simulation.spot.run_end import Moment, PolicyOutcome, SpotPrices, Until
 from morph.contract.lives import recorded
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace, TraceEvent

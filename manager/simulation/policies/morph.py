@@ -13,8 +13,7 @@ from manager.controller.state.events import NodeFacts
 from manager.simulation.policies.membership import ON_DEMAND, end_of, nothing_paid, usd_of
 from manager.simulation.spot.cluster import SpotCluster, without_cycles
 from manager.simulation.spot.job import SpotJob
-from manager.simulation.spot.outcome import Moment, PolicyOutcome
-from manager.simulation.spot.run_end import SpotPrices, Until
+from manager.simulation.spot.run_end import Moment, PolicyOutcome, SpotPrices, Until
 from manager.simulation.spot.vms import Acting
 from morph.contract.lives import Recorded, recorded
 from morph.contract.trace import Trace, TraceEvent

@@ -22,8 +22,7 @@ from dataclasses import dataclass, field
 from manager.accounting.account import TimeUse
 from manager.simulation.policies.membership import Books, Change, end_of, intervals, nothing_paid, twice_slower
 from manager.simulation.spot.job import RedundantCost, SpotJob
-from manager.simulation.spot.outcome import PolicyOutcome
-from manager.simulation.spot.run_end import SpotPrices, Until
+from manager.simulation.spot.run_end import PolicyOutcome, SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
 from morph.contract.waits import cheapest_interval_s
@@ -32,7 +31,7 @@ Pipeline = list[str | None]
 
 
 @dataclass
-class _Run:
+class _PipelinedJob:
     """The progress of the job. ``done``: the trained samples, in whole batches."""
 
     job: SpotJob
@@ -216,7 +215,7 @@ def play_pipelines(
     books = Books(job, nothing_paid(trace, prices))
     plan = job.best_plan(max(job.gpus_per_vm * trace.max_nodes, job.fewest_workers), equal=True)
     assert plan is not None, "some number of workers fits equal pipelines"
-    run = _Run(job, books, plan, None if redundant is None else job.redundant[redundant], most)
+    run = _PipelinedJob(job, books, plan, None if redundant is None else job.redundant[redundant], most)
     for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace), prices, job.gpus_per_vm):
         books.spend(change.time_s, TimeUse.WAITING, 0)
         books.take(change)

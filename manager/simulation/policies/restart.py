@@ -14,15 +14,14 @@ from dataclasses import dataclass, field
 from manager.accounting.account import TimeUse
 from manager.simulation.policies.membership import Books, end_of, intervals, nothing_paid
 from manager.simulation.spot.job import SpotJob
-from manager.simulation.spot.outcome import PolicyOutcome
-from manager.simulation.spot.run_end import SpotPrices, Until
+from manager.simulation.spot.run_end import PolicyOutcome, SpotPrices, Until
 from morph.contract.plan import Plan
 from morph.contract.trace import Trace
 from morph.contract.waits import cheapest_interval_s
 
 
 @dataclass
-class _Run:
+class _RestartingJob:
     """A job that trains, saves and restarts; times in seconds, durations from the job."""
 
     job: SpotJob
@@ -181,7 +180,7 @@ def play_restart(
     """
     most = math.inf if until.num_steps is None else until.num_steps
     books = Books(job, nothing_paid(trace, prices))
-    run = _Run(job, books, every_steps, most)
+    run = _RestartingJob(job, books, every_steps, most)
     leads = [event.notice_s for event in trace.events if event.event == "remove"]
     for change, until_s in intervals(trace, job.durations.setup_s, end_of(until, trace), prices, job.gpus_per_vm):
         books.spend(change.time_s, TimeUse.WAITING, 0)

@@ -52,7 +52,7 @@ from manager.controller.state.state import ControllerState, Decision, Outstandin
 from manager.controller.steps.save_timing import is_due
 from manager.journal.records import DecisionRecord
 from manager.simulation.spot.job import FINGERPRINT, SpotJob
-from manager.simulation.spot.outcome import Moment
+from manager.simulation.spot.run_end import Moment
 from manager.simulation.spot.vms import Acting, Told, Workers
 from morph.contract.decided import Decided
 from morph.contract.messages import Prepared

@@ -124,8 +124,8 @@ class MorphCommand(TyperCommand):
         lines = [*_wrapped(f"Usage: {re.sub('[{}]', '', pieces).replace('......', '...')}"), *([] if short else [""])]
         lines += [*_wrapped(summary, "  "), "", *textwrap.indent(example, "  ").splitlines(), ""]
         for paragraph in rest[:1] if short else rest:
-            told = re.split(r"(?<=\.)\s", paragraph)[0] if short else paragraph
-            lines += [*_wrapped(told, "  "), ""]
+            shown = re.split(r"(?<=\.)\s", paragraph)[0] if short else paragraph
+            lines += [*_wrapped(shown, "  "), ""]
         sections = self._sections(ctx, short=short)
         width = max(len(name) for rows in sections.values() for name, _ in rows) + 4
         for title, rows in sections.items():
@@ -154,10 +154,10 @@ class MorphCommand(TyperCommand):
                 known = [_TITLE_OF[name] for name in param.opts if with_titles and name in _TITLE_OF]
                 options.setdefault(known[0] if known else "Options", []).append((_names(record[0]), text))
         titles = [*(title for title in TITLES if title in options), *(["Options"] if "Options" in options else [])]
-        found = {title: options[title] for title in titles}
+        chosen = {title: options[title] for title in titles}
         if short:  # a line less
-            return {title: [*(arguments if title == titles[0] else []), *rows] for title, rows in found.items()}
-        return ({"Arguments": arguments} if arguments else {}) | found
+            return {title: [*(arguments if title == titles[0] else []), *rows] for title, rows in chosen.items()}
+        return ({"Arguments": arguments} if arguments else {}) | chosen
 
 
 def name_of(param: Any) -> str:
@@ -218,7 +218,7 @@ def _names(text: str) -> str:
     """Return an option with the kind of its value, such as ``--steps N``."""
     text = re.sub(r"--(\S+) / --no-\1", r"--[no-]\1", text)
     text = re.sub(
-        r"<(?:list\[)?(int|float|str|path)(?: range)?\]?>", lambda found: _TYPES[found[1].lower()], text, flags=re.I
+        r"<(?:list\[)?(int|float|str|path)(?: range)?\]?>", lambda match: _TYPES[match[1].lower()], text, flags=re.I
     )
     return re.sub(r"<([\w|]+)>", r"\1", text)
 

@@ -1,4 +1,4 @@
-"""Loads a job and cuts its model, or uses an earlier cut, kept under a digest of everything on which it depends."""
+"""Loads a job and cuts its model, or uses a cached cut, named by a digest of everything on which cuts depend."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class CutJob:
 
 
 class LoadedJob:
-    """A job file that was loaded, and its cuts."""
+    """A loaded job file, and its cuts."""
 
     def __init__(self, job_path: str) -> None:
         self._folder = _folder_of(job_path)
@@ -61,7 +61,7 @@ class LoadedJob:
         with self._reads:
             self.job = load_job(job_path)
         self._key: str | None = None
-        """The digest of everything on which cuts depend; None if that is not known to the byte."""
+        """The digest of everything on which cuts depend; None if some of that is unknown."""
         if self._files is not None and not self._reads.found:
             self._key = content_key(job_path, self.job, self._files)
         self._known = set(self._files.files) if self._files is not None else set()
@@ -69,7 +69,7 @@ class LoadedJob:
 
     @cached_property
     def exported(self) -> ExportedJob:
-        """The exported job, which is exported once; see ``export_job``."""
+        """The exported job (see ``export_job``); it is exported once, when it is first needed."""
         from morph.cutting.exporting.export import export_job
 
         with self._reads:
@@ -84,7 +84,7 @@ class LoadedJob:
         return self._initial or self.exported.initial_state
 
     def cut(self, num_sections: int | None, micro_batch_size: int) -> CutJob:
-        """Return this cut: the kept cut, or a new one, which is then kept. ``num_sections``: K; None chooses it."""
+        """Return this cut from the cache, or make it and cache it. ``num_sections``: K; None: K is chosen."""
         entry, _ = self._kept(num_sections, micro_batch_size)
         if entry is not None:
             self._initial = entry.initial
@@ -95,7 +95,7 @@ class LoadedJob:
         return CutJob(self.job, model, self.exported.initial_state)
 
     def handed(self, num_sections: int, micro_batch_size: int) -> HandedCut:
-        """Return this cut for workers, wherever they are. Raises CannotKeep if the stored form cannot hold it."""
+        """Return this cut in the form that workers are sent. Raises CannotKeep if that form cannot hold it."""
         entry, content = self._kept(num_sections, micro_batch_size)
         if entry is None:
             model = self._made(num_sections, micro_batch_size)
@@ -106,11 +106,11 @@ class LoadedJob:
         return HandedCut(sha256=hashlib.sha256(content).hexdigest(), content=content)
 
     def findings(self, about: str) -> bytes | None:
-        """Return the kept findings of a check of this job. ``about``: other inputs of the check."""
+        """Return the cached findings of a check of this job. ``about``: other inputs of the check."""
         return read_kept(*self._of_check(about)) if self._key is not None else None
 
     def keep_findings(self, about: str, content: bytes) -> None:
-        """Keep the findings of a check of this job, for ``findings``."""
+        """Cache the findings of a check of this job, for ``findings``."""
         if self._key is not None:
             keep(*self._of_check(about), content)
 
@@ -134,7 +134,7 @@ class LoadedJob:
         return None, b""
 
     def _keep(self, content: bytes, model: CutModel, num_sections: int | None) -> None:
-        """Keep the cut under each number of sections that gives the same cut."""
+        """Cache the cut under each number of sections that gives it: the requested one, and its own."""
         if self._key is not None:
             for number in {num_sections, len(model.sections)}:
                 keep(*self._place(number, model.micro_batch_size), content)
@@ -146,13 +146,13 @@ class LoadedJob:
 def load_and_cut(
     job_path: str, *, num_sections: int | None, micro_batch_size: int, handed: HandedCut | None = None
 ) -> CutJob:
-    """Load a job, and use the manager's cut of its model, if handed; else a kept or a new one.
+    """Load a job with the manager's cut of its model, if ``handed``, else with a cached or a new cut.
 
-    Raises InputError as in ``load_job``, ``export_job`` and ``cut``; or the given cut is damaged.
+    Raises InputError as ``load_job``, ``export_job`` and ``cut`` do, or if the manager's cut is damaged.
     """
     if handed is not None:
         if hashlib.sha256(handed.content).hexdigest() != handed.sha256:
-            raise JobError("has a cut that is not the manager's: its digest differs", source=job_path)
+            raise JobError("has a damaged cut from the manager: its digest differs", source=job_path)
         try:
             entry = read_entry(handed.content, _folder_of(job_path))
             require_files(entry.tape)
@@ -169,7 +169,7 @@ def _folder_of(job_path: str) -> str:
 def content_key(job_path: str, job: Job, files: JobFiles) -> str | None:
     """Return a digest of a job's code and data, versions of packages, and settings of this process.
 
-    None if the code is not known to the byte. ``job``: just loaded, before any of its code runs.
+    None if some of the code is unknown. ``job``: has just been loaded, and none of its code has run since.
     """
     if not _imports_known_code(files):
         return None
@@ -201,10 +201,10 @@ def loaded(files: JobFiles) -> set[str]:
 
 
 def _imports_known_code(files: JobFiles) -> bool:
-    """Return whether each package that a job's files import is installed, or among the files."""
+    """Return whether each package that a job's files import is installed, or is among the files."""
     read: set[str] = set()
     while waiting := {inside for inside in files.files if inside.endswith(".py")} - read:
-        read |= waiting  # files that are found meanwhile are added
+        read |= waiting  # finding packages may add files
         names = {name[0] for inside in waiting for name in imported_names(files.files[inside])}
         places = {place for name in names - OWN if (place := _place(name)) is not None}
         if not all(files.inside(place) is not None or is_installed(Path(place), Path(place)) for place in places):
@@ -235,7 +235,7 @@ def _installed() -> list[str]:
 
 @cache
 def _own_code() -> str:
-    """Return a digest of Morph's own code of cutting and checking, which developers change without a new version."""
+    """Return a digest of Morph's own code for cutting and checking, which developers change without a new version."""
     own = Path(morph.__file__).parent
     files = sorted(file for folder in _THAT_CUT_OR_CHECK for file in (own / folder).rglob("*.py"))
     return _digest(b"".join(file.read_bytes() for file in files))

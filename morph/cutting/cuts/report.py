@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from math import prod
 
 from morph.contract.messages import MARKS
-from morph.cutting.cuts.analysis import REFERENCE_SAMPLES, analyse
-from morph.cutting.cuts.cost import RECURRENT
+from morph.cutting.cuts.analysis import RECURRENT, REFERENCE_SAMPLES, analyse
 from morph.cutting.exporting.exported_job import ExportedJob, GraphJob, MarkedJob
 from morph.cutting.sections.section import CutModel
 from morph.cutting.source.locate import node_line
@@ -115,13 +114,13 @@ def _cut_facts(model: CutModel, total: float) -> tuple[CutFacts, ...]:
     before = 0.0
     for section in model.sections[:-1]:
         before += section.cost / total
-        behind = model.sections[section.index + 1]
+        following = model.sections[section.index + 1]
         num_bytes = sum(spec.num_bytes for spec in section.outputs)
         facts.append(
             CutFacts(
-                before_section=behind.index,
-                module=behind.label,
-                source=behind.source,
+                before_section=following.index,
+                module=following.label,
+                source=following.source,
                 share_before=before,
                 share_after=1.0 - before,
                 bytes_per_sample=-(-num_bytes // model.micro_batch_size),

@@ -189,8 +189,7 @@ def build_really(make: Callable[[], nn.Module], seed: int) -> nn.Module:
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
     """Seed the generators of a constructor, including numpy's and Python's, which no tape records."""
-    with own_generators() as seed_all:
-        seed_all(seed)
+    with own_generators(seed):
         torch.manual_seed(seed)  # also devices that the constructor is the first to use
         yield
 

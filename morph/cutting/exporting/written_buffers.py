@@ -133,7 +133,7 @@ def _cone(ends: Iterable[Node]) -> set[Node]:
 
 
 def _move_to_its_value(end: Node) -> None:
-    """Move a buffer's new value directly behind its inputs; at the end of the forward, they would cross every cut."""
+    """Move a buffer's new value directly after its inputs; at the end of the forward, they would cross every cut."""
     chain = [end]
     while isinstance(node := chain[-1].args[0], Node) and node.target in _COPIES and set(node.users) == {chain[-1]}:
         chain.append(node)
@@ -150,7 +150,7 @@ def _move_to_their_use(graph: Graph, fixed: Sequence[Node], ends: set[Node]) -> 
     cone = _cone(fixed)
     movable = [node for node in graph.nodes if node in cone and node.op == "call_function" and node not in ends]
     for node in reversed(movable):
-        order = {other: place for place, other in enumerate(graph.nodes)}
+        order = {any_node: place for place, any_node in enumerate(graph.nodes)}
         readers = [user for user in node.users if user not in ends] or [
             user
             for given in _cone([node])

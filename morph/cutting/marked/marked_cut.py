@@ -21,6 +21,7 @@ from morph.cutting.source.locate import user_line
 from morph.cutting.source.refusal import changes_requires_grad, first_line
 from morph.cutting.trial_run.repeatable import Forward, require_repeatable
 from morph.cutting.trial_run.trial import users_error
+from morph.data.seeding import kept_generators
 
 _PREFIX = "model."
 
@@ -44,7 +45,7 @@ def cut_marked(exported: MarkedJob, *, num_sections: int | None, micro_batch_siz
     parameters = {
         name: tensor.clone().requires_grad_() for name, tensor in exported.initial_parameters.all_at_once().items()
     }
-    with torch.random.fork_rng(devices=[]):
+    with kept_generators():
         reference = _run_in_one_piece(exported, parameters, batch)
         marks = _chosen(reference, num_sections)
         _refuse_choices_between_modules(reference.trial, marks)
@@ -105,7 +106,7 @@ def _users_errors(exported: MarkedJob, entry: Mark | None = None) -> Iterator[No
             raise users_error(error, job, model, "loss") from error
         name = entry.call[0].removeprefix(_PREFIX)
         raise ExportError(
-            f"behind the cut in front of {name}, without running the code in front of it, the model fails: "
+            f"after the cut in front of {name}, the model fails if the code before the cut is not run: "
             f"{type(error).__name__}: {first_line(error)}",
             source=user_line(error, job, model) or entry.source,
             allowed="one tensor across each cut, and gradients by torch.autograd.grad only between two cuts; or no "
@@ -268,7 +269,7 @@ def _goes_past(mark: Mark | None, what: str = "") -> ExportError:
     return ExportError(
         f"{what}a value other than the marked tensor goes past the cut in front of {module}",
         source=mark.source,
-        allowed="one tensor across each cut; behind it, only values made from the batch alone",
+        allowed="one tensor across each cut; after it, only values made from the batch alone",
     )
 
 

@@ -96,8 +96,8 @@ def _cheapest_around(places: Sequence[Position], reach: float) -> list[Position]
         last = number
         while last + 1 < len(places) and places[last + 1].cost_before <= place.cost_before + reach:
             last += 1
-        earlier = min((other.crossing_bytes for other in places[first:number]), default=math.inf)
-        later = min((other.crossing_bytes for other in places[number + 1 : last + 1]), default=math.inf)
+        earlier = min((neighbour.crossing_bytes for neighbour in places[first:number]), default=math.inf)
+        later = min((neighbour.crossing_bytes for neighbour in places[number + 1 : last + 1]), default=math.inf)
         if earlier > place.crossing_bytes and later >= place.crossing_bytes:
             kept.append(place)
     return kept

@@ -22,6 +22,7 @@ from morph.cutting.source.refusal import changes_requires_grad, first_line
 from morph.cutting.trial_run.repeatable import Forward, require_repeatable
 from morph.data.batches import Form
 from morph.data.loader import check_map_style, data_of, form_of, lengths_of, num_at_hand, recipe_of
+from morph.data.seeding import kept_generators, own_generators
 from morph.jobs.job import Job
 from morph.losses import Loss, PerSample, Sum, values_of
 
@@ -118,7 +119,7 @@ def try_loss(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None:
     def run() -> object:
         return call_loss(job, built.model, entries)
 
-    with torch.random.fork_rng(devices=[]):
+    with kept_generators():
         try:
             with built.running(), quiet_fakes(), _as_when_exported(built):
                 with _NobodyFreezes(built.model):
@@ -334,7 +335,7 @@ def blame_the_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None
 def run_really(job: Job, batch: dict[str, Tensor]) -> None:
     """Run model and loss on real numbers."""
     model = training_mode(build_really(job.model, job.seed))
-    with torch.random.fork_rng(devices=[]):
+    with kept_generators():
         try:
             result = call_loss(job, model, batch)
         except Exception as error:
@@ -342,9 +343,9 @@ def run_really(job: Job, batch: dict[str, Tensor]) -> None:
         check_loss(job, result)
 
 
-def move_weights(model: nn.Module) -> None:
+def move_weights(model: nn.Module, seed: int) -> None:
     """Change weights a little from their initial values: initial zeros would hide differences and gradients."""
-    with torch.no_grad():
+    with torch.no_grad(), own_generators(seed):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 size = rms(parameter)

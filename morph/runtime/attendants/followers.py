@@ -5,20 +5,16 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 
 from torch import Tensor
-from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
 from morph.contract.errors import PeerLost
-from morph.contract.messages import CommitOrder, MicroBatchLoss, ReshapeOrder, StepOrder, WorkerSetup
+from morph.contract.messages import CommitOrder, MicroBatchLoss, ReshapeOrder, StepOrder
 from morph.contract.salvage import PartialSum
 from morph.runtime.attendants.incoming import Incoming
 from morph.runtime.attendants.outgoing import Outgoing
-from morph.runtime.attendants.rendezvous import StreamContext
-from morph.runtime.attendants.wire import Frame
-from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.attendants.wire import Frame, StreamContext
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.generation import Generation
@@ -32,17 +28,11 @@ log = logging.getLogger(__name__)
 class FollowerLane(Attendant):
     """Both roles of one worker, anew in each generation; their failures fail no order of the manager.
 
-    ``workload``: makes the units that are followed. ``open_store``: lends a connection to the rendezvous store.
+    ``workload``: makes the units that are followed.
     """
 
-    def __init__(
-        self,
-        setup: WorkerSetup,
-        workload: Workload,
-        faults: FaultPlan,
-        open_store: Callable[[], AbstractContextManager[Store]],
-    ) -> None:
-        self._setup, self._workload, self._faults, self._open_store = setup, workload, faults, open_store
+    def __init__(self, context: StreamContext, workload: Workload) -> None:
+        self._context, self._workload = context, workload
         self._outgoing: Outgoing | None = None
         self._incoming: Incoming | None = None
         self._lock = threading.Lock()
@@ -56,7 +46,7 @@ class FollowerLane(Attendant):
     def after_reshape(self, order: ReshapeOrder, held: Units, interrupt: Interrupt) -> None:  # noqa: ARG002
         """Start a generation with its followers, to which connections are made with the first step."""
         self._end()
-        me = self._setup.worker
+        me = self._context.worker
         known = [unit for follow in order.follows if follow.follower == me for unit in follow.known]
         self._formed, self._known = order, {unit: held[unit] for unit in known}
 
@@ -67,15 +57,7 @@ class FollowerLane(Attendant):
             log.warning("nothing is kept for others, or by them: %s", error)
 
     def _open(self, order: ReshapeOrder) -> None:
-        me = self._setup.worker
-        context = StreamContext(
-            occasion=f"follow/{order.generation}",
-            worker=me,
-            secret=self._setup.secret,
-            open_store=self._open_store,
-            faults=self._faults,
-            limit_s=order.limit_s,
-        )
+        me, context = self._context.worker, self._context.on(f"follow/{order.generation}", order.limit_s)
         for state in self._known.values():
             if order.follow_in_host:
                 state.offload()
@@ -93,7 +75,6 @@ class FollowerLane(Attendant):
             {unit: follow.worker for follow in others for unit in follow.units},
             make_unit_copy=lambda unit: self._make_unit_copy(unit, order),
             arrive=self._workload.arrive,
-            listen_host=self._setup.listen_host,
             news=self._wake,
             known=self._known,
             expected=[follow.worker for follow in others],

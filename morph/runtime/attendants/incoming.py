@@ -11,10 +11,10 @@ from torch import Tensor
 
 from morph.contract.errors import PeerLost
 from morph.link.listener import HELLO_TIMEOUT_S, Caller, Listener
-from morph.runtime.attendants.rendezvous import StreamContext
 from morph.runtime.attendants.wire import (
     GREETING_BYTES,
     Frame,
+    StreamContext,
     acknowledge,
     apply_update,
     hold_update,
@@ -42,7 +42,6 @@ class Incoming:
         *,
         make_unit_copy: Callable[[str], UnitState],
         arrive: Callable[[int], None],
-        listen_host: str,
         news: Callable[[], None],
         known: Mapping[str, UnitState] | None = None,
         expected: Iterable[str] = (),
@@ -65,7 +64,7 @@ class Incoming:
         self._expected = {*senders.values(), *expected}
         self._met = threading.Condition(self._lock)
         self._told = ""
-        self._listener = Listener.at(listen_host, 0, self._serve, "morph-ahead")
+        self._listener = Listener.at(context.listen_host, 0, self._serve, "morph-ahead")
         self._told = self._rendezvous.told(*self._listener.address)
         try:
             threading.Thread(target=self._meet, name="morph-ahead-meet", daemon=True).start()

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from morph.contract.decided import Decided
 from morph.contract.errors import PeerLost, WaitTimeout
-from morph.runtime.attendants.rendezvous import StreamContext
 from morph.runtime.attendants.wire import (
     CONNECT_TIMEOUT_S,
     Frame,
+    StreamContext,
     close,
     copy_of_update,
     facts_of_update,

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-
-from torch._C._distributed_c10d import Store
 
 from morph.contract.decided import Decided
 from morph.contract.errors import PeerLost
-from morph.contract.messages import CommitOrder, PreCopyOrder, PreCopyReport, ReshapeOrder, StepOrder, WorkerSetup
+from morph.contract.messages import CommitOrder, PreCopyOrder, PreCopyReport, ReshapeOrder, StepOrder
 from morph.runtime.attendants.incoming import Incoming
 from morph.runtime.attendants.outgoing import Outgoing
-from morph.runtime.attendants.rendezvous import StreamContext
-from morph.runtime.groups.faults import FaultPlan
+from morph.runtime.attendants.wire import StreamContext
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.unit_state import UnitState
 from morph.runtime.step.generation import Generation
@@ -25,16 +21,8 @@ from morph.runtime.workloads.workload import Workload
 class PreCopyLane(Attendant):
     """Carries out ``PreCopyOrder``; its failures do not disturb orders. ``news``: called when ``report`` has some."""
 
-    def __init__(
-        self,
-        setup: WorkerSetup,
-        workload: Workload,
-        faults: FaultPlan,
-        open_store: Callable[[], AbstractContextManager[Store]],
-        news: Callable[[], None],
-    ) -> None:
-        self._setup, self._workload, self._faults = setup, workload, faults
-        self._open_store, self._news = open_store, news
+    def __init__(self, context: StreamContext, workload: Workload, news: Callable[[], None]) -> None:
+        self._context, self._workload, self._news = context, workload, news
         self._lock = threading.Lock()
         self._number = 0
         self._outgoing: tuple[Outgoing, ...] = ()
@@ -53,19 +41,11 @@ class PreCopyLane(Attendant):
                 return
             self._drop()
             self._number, self._reported = order.number, None
-            me = self._setup.worker
+            me, context = self._context.worker, self._context.on(str(order.number), order.limit_s)
             by_receiver: dict[str, list[str]] = {}
             for move in order.moves:
                 if move.sender == me:
                     by_receiver.setdefault(move.receiver, []).append(move.unit)
-            context = StreamContext(
-                occasion=str(order.number),
-                worker=me,
-                secret=self._setup.secret,
-                open_store=self._open_store,
-                faults=self._faults,
-                limit_s=order.limit_s,
-            )
             self._outgoing = tuple(Outgoing(context, receiver, units) for receiver, units in by_receiver.items())
             senders = {move.unit: move.sender for move in order.moves if move.receiver == me}
             if senders:
@@ -74,7 +54,6 @@ class PreCopyLane(Attendant):
                     senders,
                     make_unit_copy=lambda unit: self._workload.make_unit_copy(unit, order.num_micro_batches),
                     arrive=self._workload.arrive,
-                    listen_host=self._setup.listen_host,
                     news=self._news,
                 )
 
@@ -103,7 +82,7 @@ class PreCopyLane(Attendant):
     def before_reshape(self, order: ReshapeOrder) -> None:
         """Drop units that the new shape does not use."""
         with self._lock:
-            me = self._setup.worker
+            me = self._context.worker
             used = [source for source in order.sources if source.kind == "ahead"] if order.ahead == self._number else []
             receivers = {source.worker for source in used if source.peer == me}
             unused = [stream for stream in self._outgoing if stream.receiver not in receivers]

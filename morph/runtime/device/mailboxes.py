@@ -56,7 +56,7 @@ class Mailbox:
                 self._taken = generation, owner
 
     def fill(self, owner: object, number: int, piece: Tensor, ready: Event) -> Event:
-        """Enqueue the copy of piece ``number`` behind ``ready``; return the event after. Raises GenerationAborted."""
+        """Enqueue the copy of piece ``number`` after ``ready``; return the event after. Raises GenerationAborted."""
         with self._lock:
             if owner is not self._taken[1]:
                 raise GenerationAborted("a later generation has its mailbox")

@@ -48,36 +48,23 @@ class HostClock:
         return end - start
 
 
-class DeviceEvent(Protocol):
-    """The used part of ``torch.cuda.Event``, after recording."""
-
-    def query(self) -> bool:
-        """Return whether the device has reached the event."""
-
-    def synchronize(self) -> None:
-        """Block until the device has reached the event."""
-
-    def elapsed_time(self, end_event: Any) -> float:
-        """Return the milliseconds from this event to another."""
-
-
 class EventClock:
-    """The clock of a device that works through a queue; ``recorded``: makes an event that records the time."""
+    """The clock of a device that works through a queue; ``recorded``: records an event, as ``torch.cuda.Event``."""
 
-    def __init__(self, recorded: Callable[[], DeviceEvent]) -> None:
+    def __init__(self, recorded: Callable[[], Mark]) -> None:
         self._recorded = recorded
 
-    def mark(self) -> DeviceEvent:
+    def mark(self) -> Mark:
         return self._recorded()
 
-    def is_over(self, mark: DeviceEvent) -> bool:
-        return mark.query()
+    def is_over(self, mark: Mark) -> bool:
+        return bool(mark.query())
 
-    def wait(self, mark: DeviceEvent) -> None:
+    def wait(self, mark: Mark) -> None:
         mark.synchronize()
 
-    def seconds(self, start: DeviceEvent, end: DeviceEvent) -> float:
-        return start.elapsed_time(end) / 1e3
+    def seconds(self, start: Mark, end: Mark) -> float:
+        return float(start.elapsed_time(end)) / 1e3
 
 
 class CoreTimes(NamedTuple):
@@ -125,7 +112,7 @@ def clock_of(device: torch.device) -> TaskClock:
     return HostClock() if device.type == "cpu" else EventClock(partial(_recorded, device))
 
 
-def _recorded(device: torch.device) -> DeviceEvent:
+def _recorded(device: torch.device) -> Mark:
     event = torch.cuda.Event(enable_timing=True, blocking=True)  # type: ignore[no-untyped-call] # torch ships no types for it
     event.record(torch.cuda.current_stream(device))
     return event

@@ -287,7 +287,7 @@ class Ring(Protocol):
 
 
 class DeviceRings(Protocol):
-    """Rings of one worker in one generation over which tensors travel from device to device."""
+    """One worker's rings of a generation between devices; ``morph.runtime.device``, a higher layer, has them."""
 
     def ring(self, name: str) -> Ring | None:
         """Return the ring ``name``; None if it is not one of them."""

@@ -9,7 +9,7 @@ import argparse
 import json
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TypeVar
@@ -18,7 +18,7 @@ import torch
 
 from morph.checkpoint.manifest import write_manifest
 from morph.contract.checkpoint import Manifest, UnitFile
-from morph.contract.decided import decided_step
+from morph.contract.decided import Decided, decided_step
 from morph.contract.errors import MorphError, TrainingStopped
 from morph.contract.messages import (
     CommitOrder,
@@ -67,14 +67,15 @@ def run_single(
     micro_batch_size: int,
     checkpoint_url: str,
     on_step: Callable[[int, float], None] | None = None,
+    save_each: bool = False,
 ) -> Manifest:
     """Train ``steps`` steps, from the job's seed, on one worker; return the manifest of the final checkpoint.
 
-    ``num_sections`` is K, or None for the job's own choice; ``on_step`` gets (step, loss). Raises InputError if the job
-    is wrong, and TrainingStopped if training failed.
+    ``num_sections`` is K, or None for the job's own choice; ``on_step`` gets (step, loss). ``save_each``: save every
+    version. Raises InputError if the job is wrong, and TrainingStopped if training failed.
     """
     with imported_once(job_path):
-        return _run_single(job_path, steps, num_sections, micro_batch_size, checkpoint_url, on_step)
+        return _run_single(job_path, steps, num_sections, micro_batch_size, checkpoint_url, on_step, save_each)
 
 
 def _run_single(
@@ -84,6 +85,7 @@ def _run_single(
     micro_batch_size: int,
     checkpoint_url: str,
     on_step: Callable[[int, float], None] | None,
+    save_each: bool,
 ) -> Manifest:
     torch.set_num_threads(1)
     loaded = LoadedJob(job_path)
@@ -121,7 +123,13 @@ def _run_single(
         scale = decided.next_scale(scale)
         if on_step is not None:
             on_step(step, mean_loss(answer))
-    commit = CommitOrder(generation=1, version=steps, decided=decided, checkpoint_units=units)
+        if save_each and step + 1 < steps:
+            _save(worker, setup, step + 1, decided, units)
+    return _save(worker, setup, steps, decided, units)
+
+
+def _save(worker: Worker, setup: WorkerSetup, version: int, decided: Decided | None, units: Sequence[str]) -> Manifest:
+    commit = CommitOrder(generation=1, version=version, decided=decided, checkpoint_units=tuple(units))
     _expect(worker.commit(commit), Committed)
     files: list[UnitFile] = []
     while len(files) < len(units):
@@ -130,8 +138,8 @@ def _run_single(
             raise TrainingStopped(f"checkpoint not written within 60 s: {beat.checkpoint_error}")
         files += [UnitFile(**written.model_dump(exclude={"worker", "version", "stall_s"})) for written in beat.written]
     written = tuple(sorted(files, key=lambda file: file.unit))
-    manifest = Manifest(fingerprint=model.fingerprint, version=steps, units=written, kind="final")
-    write_manifest(checkpoint_url, manifest)
+    manifest = Manifest(fingerprint=setup.fingerprint, version=version, units=written, kind="final")
+    write_manifest(setup.checkpoint_url, manifest)
     return manifest
 
 

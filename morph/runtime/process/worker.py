@@ -1,11 +1,11 @@
 """The worker: one long-lived process that drives one device and carries out the manager's orders.
 
-It knows nothing of Ray. ``set_up`` makes it. Then the manager calls ``reshape``, ``step`` and ``commit`` one at a
+It knows nothing of Ray. ``set_up`` creates it. Then the manager calls ``reshape``, ``step`` and ``commit`` one at a
 time (the order lane), and ``abort`` and ``heartbeat`` in parallel (the control lane).
 
-After an aborted generation, a worker keeps every unit it held until the first step or commit
-of a *later* generation arrives, so a failed reshape loses nothing. A worker keeps everything when its manager
-ends; orders and setups that the successor repeats are answered again.
+After an aborted generation, a worker keeps every unit it held until the first step or commit of a *later* generation
+arrives, so a failed reshape loses nothing. When its manager ends, a worker keeps everything; if the next manager
+repeats an order or a setup, the worker gives its answer again.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from morph.jobs.snapshot import use
 from morph.runtime.attendants.checkpoint_writer import CheckpointWriter
 from morph.runtime.attendants.followers import FollowerLane
 from morph.runtime.attendants.pre_copies import PreCopyLane
+from morph.runtime.attendants.wire import StreamContext
 from morph.runtime.device.devices import check_kernels
 from morph.runtime.device.link_choice import form_on_devices
 from morph.runtime.device.staging import release_unused
@@ -72,10 +73,10 @@ _LOOK_S = 0.1
 
 
 def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> int | None:
-    """Lock one of these files, each named after a device, and let this process see only that one; return it.
+    """Lock one of these files, each named after a device, and let this process see that device alone; return the file.
 
-    Without files, nothing is taken. The process must not have used CUDA before. It waits up to ``wait_s`` for a process
-    that just died.
+    Without files, nothing is locked. The process must not have used CUDA before. The wait, of up to ``wait_s``, is for
+    a process that is ending but still holds its lock.
     """
     deadline_s = time.monotonic() + wait_s
     while slots:
@@ -90,13 +91,13 @@ def take_slot(slots: Sequence[str], wait_s: float = _WAIT_S) -> int | None:
             os.environ["CUDA_VISIBLE_DEVICES"] = slot.name
             return file
         if time.monotonic() >= deadline_s:
-            raise ClusterError(f"waited {wait_s:g} s for a share of a device: all {len(slots)} are taken")
+            raise ClusterError(f"waited {wait_s:g} s for a share of a device: all {len(slots)} shares are taken")
         time.sleep(_LOOK_S)
     return None
 
 
 class OrderKey(NamedTuple):
-    """The identity of an order, which a repeated order shares; it grows from one order of a worker to the next."""
+    """The identity of an order: equal for a repeated order, and larger for each new order of a worker."""
 
     generation: int
     version: int
@@ -105,7 +106,7 @@ class OrderKey(NamedTuple):
 
 
 def order_key(order: ReshapeOrder | StepOrder | CommitOrder) -> OrderKey:
-    """Return the identity of an order; a generation's version may be committed before the step from it."""
+    """Return the identity of an order. A version may be committed before the step that starts from it."""
     match order:
         case ReshapeOrder():
             return OrderKey(order.generation, order.version, 0, 0)
@@ -116,9 +117,9 @@ def order_key(order: ReshapeOrder | StepOrder | CommitOrder) -> OrderKey:
 
 
 class OrderMemory:
-    """A worker's last order and answer, for a manager that takes over and repeats it.
+    """A worker's last order and its answer, for a manager that takes over and repeats the order.
 
-    Orders come one at a time, so a repeated one waits until the first is done.
+    Orders are carried out one at a time, so a repeated order waits until the original is done.
     """
 
     def __init__(self) -> None:
@@ -126,7 +127,7 @@ class OrderMemory:
         self._answer: object = None
 
     def is_late(self, key: OrderKey) -> bool:
-        """Return whether a later order came earlier; if so, nothing waits for the answer to this one."""
+        """Return whether a newer order has come already; if so, nobody waits for the answer to this one."""
         return self._newest is not None and key < self._newest
 
     def is_known(self, key: OrderKey) -> bool:
@@ -161,9 +162,10 @@ def set_up(setup: WorkerSetup) -> Worker | Failed:
 
 
 class Worker:
-    """A worker that is set up; ``start_s``: when that began, by ``time.perf_counter``.
+    """A worker that is set up. ``start_s``: when setting up began, by ``time.perf_counter``.
 
-    ``setup`` comes without variables and the code's archive; ``folders``: the job's files' here, and the user's.
+    ``setup``: without its variables and the code's archive. ``folders``: the folder of the job's files on this machine,
+    and on the user's.
     """
 
     def __init__(self, setup: WorkerSetup, folders: tuple[str, str], start_s: float) -> None:
@@ -186,8 +188,15 @@ class Worker:
         self._connections = KeptConnections(setup.store_host, setup.store_port, setup.secret)
         if setup.store_port:
             self._connections.prepare()
-        self._followers = FollowerLane(setup, self._workload, self._faults, self._borrow_store)
-        self._pre_copy = PreCopyLane(setup, self._workload, self._faults, self._borrow_store, self._writer.wake)
+        streams = StreamContext(
+            worker=setup.worker,
+            secret=setup.secret,
+            listen_host=setup.listen_host,
+            open_store=self._borrow_store,
+            faults=self._faults,
+        )
+        self._followers = FollowerLane(streams, self._workload)
+        self._pre_copy = PreCopyLane(streams, self._workload, self._writer.wake)
         self._attendants = (self._writer, self._pre_copy, self._followers, *self._workload.attendants)
         self._training = Training(
             setup.worker, torch.device(setup.device), self._workload, self._attendants, self._faults
@@ -201,7 +210,7 @@ class Worker:
     # ---- order lane ----
 
     def setup(self, setup: WorkerSetup) -> WorkerReady | Failed:
-        """Answer a manager that took over and sets up every worker: this worker is ready if it has the same code."""
+        """Answer a manager that took over and sets up every worker again: ready, if this worker has the same code."""
         if setup.code is not None and (self._setup.code is None or setup.code.sha256 != self._setup.code.sha256):
             error = JobError("is not the code with which this worker was set up", source=setup.code.job_path)
             return self._failed(0, error)
@@ -276,7 +285,7 @@ class Worker:
     def _once(
         self, order: ReshapeOrder | StepOrder | CommitOrder, work: Callable[[], AnswerT]
     ) -> AnswerT | Aborted | Failed:
-        """Carry out an order; a repeated one is answered again, and its units are written if they were not."""
+        """Carry out an order; a repeated order gets the same answer, and its units are written if they were not."""
         key = order_key(order)
         if self._orders.is_late(key):
             detail = "a later order came before this one"
@@ -345,7 +354,7 @@ class Worker:
         if order.generation <= self._aborted_generation:
             interrupt.abort()  # the abort came between the check and the new interrupt
         self._faults.reach("reshape")
-        # memory of the previous shape, which another process may need for its part of this one
+        # memory of the previous shape, which another process may need for its part of the new shape
         release_unused(torch.device(self._setup.device), interrupt)
         layout = topology(order, self._workload.units)
         groups = GroupSet(interrupt)

@@ -105,22 +105,23 @@ def _mean(sums, means, scales, nums, divisor, stride, members, size: tl.constexp
 def add(sums: Sequence[Sums], values: Sequence[Tensor], is_first: Sequence[bool]) -> None:
     """See ``fixed_point.add_fixed``; flat, and all on one device."""
     kinds: dict[tuple[torch.dtype, bool, bool], list[tuple[Sums, Tensor]]] = {}
-    for one, value, first in zip(sums, values, is_first, strict=True):
+    for target, value, first in zip(sums, values, is_first, strict=True):
         if value.numel() == 0:
-            one.largest.clamp_(min=0.0)
+            target.largest.clamp_(min=0.0)
         else:
-            kinds.setdefault((value.dtype, _is_even(one.total, value), first), []).append((one, value))
+            kinds.setdefault((value.dtype, _is_even(target.total, value), first), []).append((target, value))
     for (_, _, first), pairs in kinds.items():
         for some in _portions(pairs):
-            halves = [one.exponent // 2 for one, _ in some]  # with a loss scale, the factor may not be a normal float32
+            # in two halves, because with a loss scale the factor may not be a normal float32
+            halves = [target.exponent // 2 for target, _ in some]
             nums = tuple(value.numel() for _, value in some)
             with torch.cuda.device_of(some[0][1]):  # type: ignore[no-untyped-call]
                 _add[(_programs(nums),)](
-                    tuple(one.total for one, _ in some),
+                    tuple(target.total for target, _ in some),
                     tuple(value for _, value in some),
-                    tuple(one.largest.view(torch.int64) for one, _ in some),
+                    tuple(target.largest.view(torch.int64) for target, _ in some),
                     tuple(2.0**half for half in halves),
-                    tuple(2.0 ** (one.exponent - half) for (one, _), half in zip(some, halves, strict=True)),
+                    tuple(2.0 ** (target.exponent - half) for (target, _), half in zip(some, halves, strict=True)),
                     nums,
                     int(first),
                     ELEMENTS,
@@ -129,9 +130,9 @@ def add(sums: Sequence[Sums], values: Sequence[Tensor], is_first: Sequence[bool]
 
 def mean(totals: Sequence[Tensor], exponents: Sequence[int], divisor: int, into: Sequence[Tensor]) -> None:
     """See ``fixed_point.from_fixed``; into float32 or float64, with rows equally far apart in all tensors."""
-    every = [one for one in zip(totals, exponents, into, strict=True) if one[2].numel()]
+    every = [row for row in zip(totals, exponents, into, strict=True) if row[2].numel()]
     even = [_is_even(total, means) for total, _, means in every]
-    kinds = [[one for one, is_even in zip(every, even, strict=True) if is_even == wanted] for wanted in (True, False)]
+    kinds = [[row for row, is_even in zip(every, even, strict=True) if is_even == wanted] for wanted in (True, False)]
     for some in (some for kind in kinds for some in _portions(kind)):
         rows = some[0][0]
         nums = tuple(means.numel() for _, _, means in some)

@@ -1,8 +1,8 @@
-"""Two loops over fixed-point sums on a processor, compiled by LLVM: each takes one pass where torch takes five.
+"""Two loops over fixed-point sums on the CPU, compiled by LLVM: each takes one pass where torch takes five.
 
-Each process that sums compiles them from the text below. With the import of llvmlite this takes 0.1 s of processor
-time, a third of the time to load the same loops from numba's cache, and no cached file can be damaged. They are called
-by their addresses, because a call through numba takes as long as adding 10,000 numbers.
+Each process that sums compiles the loops from the text below. With the import of llvmlite this takes 0.1 s of processor
+time, a third of the time to load the same loops from numba's cache, and there is no cached file that could be damaged.
+The loops are called by address, because a call through numba takes as long as adding 10,000 numbers.
 """
 
 from __future__ import annotations
@@ -117,7 +117,8 @@ _LOCK = threading.Lock()
 class Loops:
     """Both loops for one type: ``add`` and ``mean``; they take addresses of arrays, and their sizes.
 
-    Without its sign bit, a float's bits are ordered as its magnitude: infinity, then NaN last.
+    ``add`` compares magnitudes as integers: without the sign bit, the bits of floats sort by magnitude, with infinity
+    and then NaN as the largest.
     """
 
     add: Callable[..., None]

@@ -25,6 +25,7 @@ from morph.cutting.deferred_init.construct import LazyTensors, build_model
 from morph.jobs.job import Job
 from morph.runtime.state.optimizer_state import group_numbers
 from morph.runtime.state.unit_state import UnitState
+from morph.words import listed
 
 _SHOWN = 3
 
@@ -96,7 +97,7 @@ def _under_each_name(
     """Return the tensors kept under these names: trained, given to the run, or made by the job's model."""
     whole: dict[str, Tensor] = {}
     for name in dict.fromkeys(names.values()):
-        held = next(found for found in (trained, frozen, state.values) if name in found)[name]
+        held = next(group for group in (trained, frozen, state.values) if name in group)[name]
         whole[name] = held.clone().contiguous()
     return {name: whole[kept] for name, kept in names.items()}
 
@@ -166,7 +167,7 @@ class Weights(Protocol):
         """Read one tensor."""
 
 
-class StoredRun:
+class CheckpointWeights:
     """The parameters and buffers of a run's checkpoint, with its optimizers' state; one unit is in memory at a time."""
 
     def __init__(self, source: str, checkpoint_url: str, manifest: Manifest) -> None:
@@ -251,7 +252,7 @@ class ImportedParameters:
 
     def give_optimizer_state(self, state: UnitState) -> None:
         """Give a unit's optimizer the run's state, as far as it has one. Raises InputError for another optimizer."""
-        assert isinstance(self._file, StoredRun)
+        assert isinstance(self._file, CheckpointWeights)
         tensors: dict[tuple[str, str], Tensor] = {}
         plain: dict[str, Any] = {}
         own = {key for group in group_numbers(state.optimizer) for key in group}
@@ -286,5 +287,5 @@ class ImportedParameters:
         return True
 
     def _wrong(self, problem: str, names: list[str], value: object = None, allowed: str | None = None) -> InputError:
-        shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-        return InputError(problem, source=str(self._file.path), field=shown, value=value, allowed=allowed)
+        field = listed(names, _SHOWN)
+        return InputError(problem, source=str(self._file.path), field=field, value=value, allowed=allowed)

@@ -255,8 +255,8 @@ class UnitState:
         def there(tensor: Tensor) -> Tensor:
             return moved(tensor, target) if tensor.device == source else tensor
 
-        stays_here = {id(one) for one in self._updated.values() if self._rules.optimizer_in_host_memory}
-        for parameter in {id(one): one for one in (*self.parameters.values(), *self._updated.values())}.values():
+        stays_here = {id(copy) for copy in self._updated.values() if self._rules.optimizer_in_host_memory}
+        for parameter in {id(each): each for each in (*self.parameters.values(), *self._updated.values())}.values():
             if id(parameter) not in stays_here:
                 parameter.data = there(parameter.data)
         self.buffers = {name: there(buffer) for name, buffer in self.buffers.items()}
@@ -498,11 +498,13 @@ def apply_all(states: Iterable[UnitState], decided: Decided | None) -> None:
 def _apply_together(states: Sequence[UnitState], decided: Decided | None) -> None:
     begun = [state.optimizer for state in states if state.begin_step(decided)]
     lacking = [
-        one for one in begun if any(entry.grad is None for group in one.param_groups for entry in group["params"])
+        optimizer
+        for optimizer in begun
+        if any(entry.grad is None for group in optimizer.param_groups for entry in group["params"])
     ]
-    for one in lacking:
-        one.step()
-    step_together([one for one in begun if one not in lacking])
+    for optimizer in lacking:
+        optimizer.step()
+    step_together([optimizer for optimizer in begun if optimizer not in lacking])
     for state in states:
         state.end_step(decided)
 

@@ -1,7 +1,7 @@
-"""Compiles sections by torch.compile: once for each kind of section, and to the same kernels in every worker.
+"""Compiles sections with torch.compile: once for each kind of section, and to the same kernels in every worker.
 
-A section is compiled as it is run, with its backward, so every shape computes the same; with deterministic algorithms
-Inductor chooses nothing by timing. Compiled code is kept in the user's cache folder.
+A section is compiled with its backward, as it is run, so every shape computes the same; with deterministic algorithms
+Inductor chooses no kernels by timing them. Compiled code is kept in the user's cache folder.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Compiled = dict[tuple[object, ...], SectionCode]
 
 
 def compiled(model: CutModel) -> CutModel:
-    """Return a cut model whose sections are compiled when first run, except those with the user's own backward."""
+    """Return a cut model whose sections are compiled when first run; those with the user's own backward are not."""
     refuse_marked(model)
     _prepare()
     shared: Compiled = {}
@@ -44,7 +44,7 @@ def compiled(model: CutModel) -> CutModel:
 
 
 def refuse_marked(model: CutModel) -> None:
-    """Check that sections are graphs."""
+    """Raise JobError unless all sections are graphs."""
     if not all(isinstance(section.code, GraphModule) for section in model.sections):
         allowed = "False for a model that is cut at marks, or not cut, because torch.export refuses it"
         raise wrong_job("compile", "is not possible", True, allowed)
@@ -77,7 +77,7 @@ def compile_all(
 
 
 def _prepare() -> None:
-    """Set the folder of Inductor's code, and keep it from starting processes, which might outlive a lost worker."""
+    """Set the folder of Inductor's code, and forbid it to start processes, which might outlive a lost worker."""
     import torch._inductor.config as inductor
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
@@ -88,10 +88,10 @@ def _prepare() -> None:
     inductor.compile_threads = 1
     inductor.max_autotune = False
     if torch.are_deterministic_algorithms_enabled():
-        # only torch.use_deterministic_algorithms informs Inductor, and it loads all of it
+        # Inductor learns of this only in torch.use_deterministic_algorithms, which would load all of Inductor
         if hasattr(inductor, "deterministic"):
             inductor.deterministic = True
-        else:  # torch 2.9, which has only one such choice
+        else:  # torch 2.9, in which this is the only choice by timing
             inductor.shape_padding = False
 
 
@@ -100,7 +100,7 @@ def _finished(shared: Compiled, section: Section, code: SectionCode, device: tor
     if any(isinstance(node.target, UserFunction) for node in code.graph.nodes):
         return code
     made: SectionCode = torch.compile(code, fullgraph=True, dynamic=False)
-    if any(True for _ in code.children()):  # a region's graph, which is not part of the signature
+    if any(True for _ in code.children()):  # a nested graph, which the signature of the section does not cover
         return made
     return shared.setdefault(_kind(section, device), made)
 

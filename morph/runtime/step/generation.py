@@ -94,13 +94,13 @@ class Generation:
         """The channels to the previous and next stages, in the order of ``Links``."""
         assert self.slot is not None
         stage = self.slot.stage
-        before = None if self.plan.is_first(stage) else stage - 1
-        behind = None if self.plan.is_last(stage) else stage
+        incoming = None if self.plan.is_first(stage) else stage - 1
+        outgoing = None if self.plan.is_last(stage) else stage
         return (
-            self._edge(before, "act") if before is not None else None,
-            self._edge(before, "grad") if before is not None else None,
-            self._edge(behind, "act") if behind is not None else None,
-            self._edge(behind, "grad") if behind is not None else None,
+            self._edge(incoming, "act") if incoming is not None else None,
+            self._edge(incoming, "grad") if incoming is not None else None,
+            self._edge(outgoing, "act") if outgoing is not None else None,
+            self._edge(outgoing, "grad") if outgoing is not None else None,
         )
 
     def _edge(self, boundary: int, kind: str) -> Channel:

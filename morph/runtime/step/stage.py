@@ -96,7 +96,7 @@ class Stage:
         self._stored: dict[int, list[tuple[Tensor, ...]]] = {}
         self._earlier_inputs: dict[int, list[tuple[Tensor, ...]]] = {}
         """Inputs of the earlier groups, for micro-batches whose last group was recomputed."""
-        self._runs: dict[int, list[SectionRun]] = {}
+        self._runs: dict[int, list[SectionForward]] = {}
 
     @property
     def num_stored(self) -> int:
@@ -144,15 +144,15 @@ class Stage:
         sections = self._model.at(*self.size_of(micro_batch)).sections
         return tuple(sections[index] for index in group)
 
-    def _run(self, group: range, micro_batch: int, inputs: Sequence[Tensor]) -> list[SectionRun]:
-        runs: list[SectionRun] = []
+    def _run(self, group: range, micro_batch: int, inputs: Sequence[Tensor]) -> list[SectionForward]:
+        runs: list[SectionForward] = []
         values = tuple(inputs)
         for section in self._of(group, micro_batch):
             runs.append(self._run_one(section, micro_batch, values))
             values = runs[-1].outputs
         return runs
 
-    def _run_one(self, section: Section, micro_batch: int, values: Sequence[Tensor]) -> SectionRun:
+    def _run_one(self, section: Section, micro_batch: int, values: Sequence[Tensor]) -> SectionForward:
         batch = self._load_batch(micro_batch, section.batch_keys) if section.batch_keys else {}
         seed_section(self._seed, self._step, micro_batch, section.index)
         return run_section(section, values, batch, self._parameters, self._precision)
@@ -166,7 +166,7 @@ def _filled(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor]) -> tup
     )
 
 
-def _detached(run: SectionRun) -> tuple[Tensor, ...]:
+def _detached(run: SectionForward) -> tuple[Tensor, ...]:
     return tuple(output.detach() for output in run.outputs)
 
 
@@ -204,7 +204,7 @@ class GradientSink(Protocol):
 
 
 @dataclass(frozen=True)
-class SectionRun:
+class SectionForward:
     """A section's inputs and outputs with the autograd graph between them, and new values of buffers."""
 
     inputs: tuple[Tensor, ...]
@@ -218,7 +218,7 @@ def run_section(
     batch: Mapping[str, Tensor],
     parameters: Mapping[str, Tensor],
     precision: Precision = "fp32",
-) -> SectionRun:
+) -> SectionForward:
     """Run a section's forward with a fresh autograd graph; the caller seeds the generators.
 
     Outputs have the types of the cut model in every precision, so that sent tensors equal those that the next section
@@ -244,7 +244,7 @@ def run_section(
     for name in section.parameters:
         if not parameters[name].requires_grad:
             raise changes_requires_grad(name, section.source)
-    return SectionRun(inputs=leaves, outputs=outputs, written=written)
+    return SectionForward(inputs=leaves, outputs=outputs, written=written)
 
 
 def run_step(
@@ -260,7 +260,7 @@ def run_step(
 
     ``prepared``: called with each section before its forward; returns the section to run in its place.
     """
-    runs: list[SectionRun] = []
+    runs: list[SectionForward] = []
     values: tuple[Tensor, ...] = ()
     for section in sections:
         runs.append(run_section(prepared(section), values, batch, parameters, precision))
@@ -273,7 +273,7 @@ def run_step(
 
 def section_backward(
     section: Section,
-    run: SectionRun,
+    run: SectionForward,
     output_gradients: Sequence[Tensor | None],
     parameters: Mapping[str, Tensor],
     add: AddGradient,

@@ -25,7 +25,7 @@ from morph.runtime.step.executor import Executor
 from morph.runtime.step.generation import Generation
 from morph.runtime.step.stopwatch import Pace
 from morph.runtime.step.sums import HeldSum, KnownSums
-from morph.words import numbers_told
+from morph.words import listed
 
 Units = Mapping[str, UnitState]
 Answers = Mapping[str, Any]
@@ -33,7 +33,7 @@ Answers = Mapping[str, Any]
 
 
 class StepSource(Protocol):
-    """Makes the steps of a worker: of a job, or of an emulated device."""
+    """Makes the steps of a worker, of a job or of an emulated device: a ``Workload``, which is in a higher layer."""
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """Return one step up to its reductions, ready to be run on this worker's stage."""
@@ -198,7 +198,7 @@ class Training:
 
     def _of_samples(self, step: int) -> str:
         samples = self._source.samples_of(step)
-        return f"; the samples of the step: {numbers_told(samples)}" if samples else ""
+        return f"; the samples of the step: {listed(samples)}" if samples else ""
 
     def _offer_sums(self, step: int, copies: Callable[[], Sequence[HeldSum]]) -> None:
         for attendant in self._attendants:

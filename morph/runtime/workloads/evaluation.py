@@ -1,7 +1,7 @@
 """Evaluation: forward passes of the pipeline, without dropout, at the version that a worker holds.
 
-The cut is that of training; sections of the model's own code run in evaluation mode. Other randomness stays on, drawn
-from (seed, version, micro-batch, section).
+The cut is that of training; sections of the model's own code run in evaluation mode. Randomness other than dropout
+stays, and depends on (seed, version, micro-batch, section) alone.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _without_dropout(section: Section) -> Section:
 
 
 def _read_only(graph: Graph, num_outputs: int) -> None:
-    """Read the committed values of written buffers, and normalise with the running statistics."""
+    """Make a graph read the committed values of written buffers, and normalise with the running statistics."""
     output = graph.output_node()
     output.args = (output.args[0][:num_outputs],)  # type: ignore[index]
     placeholders = {str(node.target): node for node in graph.find_nodes(op="placeholder")}
@@ -152,7 +152,7 @@ class EvaluationStage:
 
 
 def run_evaluation(stage: EvaluationStage, work: StageWork, interrupt: Interrupt) -> tuple[MicroBatchLoss, ...]:
-    """Run this stage's part of an evaluation; only last stages return losses. Raises as ``Interrupt.wait_for``."""
+    """Run this stage's part of an evaluation; only last stages return losses. Raises as ``Interrupt.wait_for`` does."""
     activations_in, _, activations_out, _ = work.links
     arriving, count = None, len(work.micro_batches)
     if activations_in:
@@ -232,7 +232,7 @@ class Evaluator(Attendant):
 
     @property
     def size(self) -> EvaluationSize:
-        """Times, size and consequences of evaluations."""
+        """When evaluations are due, how large they are, and what follows from them."""
         job, epochs = self._job, order_of(self._job).epochs
         every, best = job.eval_every_epochs, job.best
         samples = epochs.num_samples if epochs.end == "fill" else epochs.num_steps * job.batch_size
@@ -246,7 +246,7 @@ class Evaluator(Attendant):
         )
 
     def at_version(self, current: Generation, order: StepOrder | CommitOrder, held: Units) -> dict[str, Any]:  # noqa: ARG002
-        """Evaluate this version if that is due, and compute the job's metrics of the evaluation that the order has."""
+        """Evaluate this version if that is due, and compute the job's metrics from the totals in the order, if any."""
         totals = order.evaluated
         version = order.step if isinstance(order, StepOrder) else order.version
         again = isinstance(order, CommitOrder) and totals is not None and totals.version == version
@@ -257,7 +257,7 @@ class Evaluator(Attendant):
         }
 
     def run_if_due(self, current: Generation, version: int) -> Evaluation | None:
-        """Evaluate this version, if due; None on other stages than the last. Raises as ``Interrupt.wait_for``."""
+        """Evaluate this version, if due; None on all stages but the last. Raises as ``Interrupt.wait_for`` does."""
         if current.slot is None or not self.size.is_due(version):
             return None
         total = self._loader.num_micro_batches
@@ -290,8 +290,7 @@ class Evaluator(Attendant):
         for name, array in totals.samples.items():
             rows = np.frombuffer(bytearray(array.data), dtype=array.dtype).reshape(array.shape)
             given[name] = rows if job.lengths is None else rows[self._loader.order()]
-        with own_generators() as seed_all:
-            seed_all(seed_of(job.seed, "evaluation", totals.version))
+        with own_generators(seed_of(job.seed, "evaluation", totals.version)):
             try:
                 metrics = job.eval_metrics(given)
             except Exception as error:
@@ -299,14 +298,14 @@ class Evaluator(Attendant):
                 raise wrong_job("eval_metrics", problem) from error
         if not isinstance(metrics, Mapping) or not all(isinstance(name, str) for name in metrics):
             kind, allowed = type(metrics).__name__, "a dict of numbers by name"
-            raise wrong_job("eval_metrics", "returns something else", kind, allowed)
+            raise wrong_job("eval_metrics", "does not return a dict", kind, allowed)
         values: dict[str, float | None] = {}
         for name, value in metrics.items():
             try:
                 number = float(value)
             except (TypeError, ValueError) as error:
                 kind = type(value).__name__
-                problem = f"returns no number as {name!r}"
+                problem = f"returns a non-number as {name!r}"
                 raise wrong_job("eval_metrics", problem, kind, "a number") from error
             values[name] = number if math.isfinite(number) else None
         return FinishedMetrics(version=totals.version, values=values)

@@ -24,6 +24,7 @@ from morph.cutting.sections.section import BoundaryTensor, ParameterUnit
 from morph.cutting.trial_run.trial import run_users_code
 from morph.data import DataWorkers, MicroBatchLoader
 from morph.data.loader import data_facts, data_of, order_of, recipe_of, with_step
+from morph.data.seeding import kept_generators
 from morph.jobs.changes import require_same
 from morph.jobs.existing import WholeModel
 from morph.jobs.job import Job
@@ -53,22 +54,8 @@ from morph.runtime.workloads.evaluation import Evaluator, batch_keys
 
 _SMALL = 4
 _FIELDS = (
-    *(
-        "batch_size",
-        "micro_batch_size",
-        "epoch_end",
-        "buckets",
-        "padding",
-        "num_sections",
-        "seed",
-        "accumulation",
-        "precision",
-        "boundary",
-        "master_weights",
-        "compile",
-        "effective_loss_scaling",
-        "clip_grad_norm",
-    ),
+    *("batch_size", "micro_batch_size", "epoch_end", "buckets", "padding", "num_sections", "seed", "accumulation"),
+    *("precision", "boundary", "master_weights", "compile", "effective_loss_scaling", "clip_grad_norm"),
     *("optimizer_device", "eval_every_steps", "eval_every_epochs", "eval_samples", "best", "step_entry"),
 )
 _PROBE_SIZE = 0.01
@@ -136,7 +123,7 @@ def _needs(job: Job, model: CutModel) -> dict[str, str]:
         shapes = [model.parameter_specs[name] for name in unit.parameters]
         small = [(tuple(min(size, _SMALL) for size in shape), dtype) for shape, dtype in shapes]
         make = partial(_stepped, job, unit.parameters, small)
-        with torch.random.fork_rng(devices=[]), suppress(Exception):
+        with kept_generators(), suppress(Exception):
             keys = sorted({key for entries in make().state.values() for key in entries}) if shapes else []
             needs[f"optimizer({unit.id}) needs"] = ", ".join(key for key in keys if not _steps_without(make(), key))
     return needs

@@ -18,7 +18,7 @@ from manager.run_dir import JOURNAL
 from morph.contract.errors import RunDirError
 
 
-class RunHistory:
+class VmHistory:
     """The connection of a run to the history. ``tell`` gets each sentence on why that cannot be used, once."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
