@@ -159,6 +159,12 @@ def test_an_overflowed_step_changes_scales_and_nothing_else() -> None:
     assert state.exponents == dict(reduced.exponents)
     assert state.version == 0
     assert same({k: v for k, v in before.items() if k != "numbers"}, {k: v for k, v in after.items() if k != "numbers"})
+    for again in (False, True):  # a step that is given up leaves the scales that it began with
+        if again:
+            state.take_over(reduced, reduced.exponents)
+            assert state.exponents == dict(reduced.exponents)
+        state.drop_step()
+        assert same(state.tensors(), before)
 
 
 def test_a_state_of_another_shape_is_refused() -> None:
