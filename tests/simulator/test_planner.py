@@ -195,6 +195,8 @@ def test_a_costly_all_reduce_makes_the_pipeline_deeper() -> None:
 def test_a_wanted_depth_or_replica_count_is_kept() -> None:
     assert plan(_profile(), num_gpus=6, pipeline_depth=3).best.shape == "3x2"
     assert plan(_profile(), num_gpus=6, num_replicas=2).best.num_replicas == 2
+    slow_sums = _profile(parameter_bytes=400_000_000)  # fewer replicas would be faster
+    assert plan(slow_sums, num_gpus=6, num_replicas=3).best.num_replicas == 3
     assert plan(_profile(), num_gpus=6, pipeline_depth=2, num_replicas=1).best.shape == "2x1"
 
 
