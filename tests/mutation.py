@@ -20,6 +20,7 @@ import json
 import multiprocessing
 import os
 import random
+import resource
 import sys
 import time
 from collections import Counter, defaultdict
@@ -42,7 +43,9 @@ SWAPPED: dict[type[ast.AST], type[ast.AST]] = {
 FORKS = multiprocessing.get_context("fork")
 PYTEST = ("-q", "--tb=no", "-p", "no:cacheprovider", "--capture=no")
 LEAST_S = 10.0
-"""A mutant's tests may take this long, and ten times as long as without it, before it counts as killed."""
+"""A mutant's tests may take this long, and ten times as long as without it, before it counts as killed; of processor
+time, which a busy machine does not lengthen, only as long as the tests that were watched without it took by the clock.
+"""
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,9 @@ def killers(
     process.start()
     theirs.close()
     limit_s = LEAST_S + 10 * sum(trial.seconds[test] for test in chosen)
+    assert process.pid is not None
+    most_s = int(LEAST_S + limit_s / 10)
+    resource.prlimit(process.pid, resource.RLIMIT_CPU, (most_s, most_s))
     try:
         found: list[str] | None = ours.recv() if ours.poll(limit_s) else ["timeout"]
     except EOFError:
@@ -317,7 +323,8 @@ def _of_module(
     with ThreadPoolExecutor(options.jobs) as pool:
         for mutant, killing in zip(mutants, pool.map(tried, mutants), strict=True):
             if killing is not None:
-                told = f"{name}:{mutant.lines.start} {mutant.what}"
+                unseen = "" if run_by(mutant) else " (no test runs it)"
+                told = f"{name}:{mutant.lines.start} {mutant.what}{unseen}"
                 found[f"{told} #{len(found)}"] = killing
                 print(f"{told}: {', '.join(killing[:3]) or 'NOT KILLED'}", flush=True)
     print(f"{name}: {len(found)} mutants in {time.monotonic() - began_s:.0f} s")

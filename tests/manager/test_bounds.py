@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from controller_script import Script, formed, receivers
-from simulated_job import MANIFEST, PLANS, RULES, SIZES, UNITS
+from simulated_job import PLANS, RULES, SIZES, UNITS
 
 from manager.controller.state.actions import Action, EndWorker, SendReshape, SendStep
 from manager.controller.state.bounds import FLOOR_S, HEADROOM, MOST_DOUBLINGS
@@ -65,15 +65,6 @@ def until_ended(script: Script) -> float:
     raise AssertionError("nobody is ended")
 
 
-def test_steps_that_take_as_long_as_planned_and_half_more_are_committed() -> None:
-    script = training()
-    for version in (1, 2):
-        assert passes(script, 1.5 * STEP_S) == []
-        script.prepared()
-        assert script.state.version == version
-    assert script.state.waits.num_fruitless == 0
-
-
 def test_a_shape_may_move_all_its_state_over_a_slow_link() -> None:
     script = training()
     script.ready("n5")
@@ -88,15 +79,6 @@ def test_a_shape_may_move_all_its_state_over_a_slow_link() -> None:
     assert slowly_s > 300
     assert passes(script, slowly_s) == []
     assert receivers(script.reshaped(), SendStep) == script.members
-
-
-def test_restoring_a_checkpoint_allows_for_slow_storage() -> None:
-    script = large(initial_version=5, initial_checkpoint=MANIFEST)
-    script.ready("n1", "n2", "n3", "n4")
-    assert script.state.phase is Phase.RESHAPING
-    assert passes(script, 5 * 12 * GB / 1e8) == []
-    script.reshaped()
-    assert script.state.phase is Phase.TRAINING
 
 
 def test_a_shape_may_read_frozen_weights_from_slow_storage() -> None:

@@ -200,12 +200,6 @@ def test_a_stop_while_resting_ends_the_run_once_saved() -> None:
 ALL = ("n1", "n2", "n3", "n4")
 
 
-def taken_over(script: Script, *living: str) -> list[tuple[str, str]]:
-    """Report a new manager; return the kind and worker of each action."""
-    actions = script.tell(ManagerResumed(living=living or ALL))
-    return [(action.kind, getattr(action, "worker", "")) for action in actions]
-
-
 @pytest.mark.parametrize(
     ("phase", "kind"), [(Phase.RESHAPING, SendReshape), (Phase.TRAINING, SendStep), (Phase.COMMITTING, SendCommit)]
 )
@@ -221,19 +215,6 @@ def test_orders_that_are_not_answered_go_out_again_as_they_were(phase: Phase, ki
     again = {action.worker: action for action in script.tell(ManagerResumed(living=ALL)) if isinstance(action, kind)}
     assert again == before
     assert script.state.phase is phase
-
-
-def test_only_those_that_have_not_answered_get_their_order_again() -> None:
-    script = script_in(Phase.TRAINING)
-    script.prepared("n1", "n3")
-    assert taken_over(script) == [("send_step", "n2"), ("send_step", "n4")]
-
-
-def test_orders_that_were_aborted_go_out_again_with_their_abort() -> None:
-    script = script_in(Phase.ABORTING)
-    actions = script.tell(ManagerResumed(living=ALL))
-    assert {action.worker for action in actions if isinstance(action, SendStep)} == {"n2", "n3", "n4"}
-    assert {action.worker for action in actions if isinstance(action, Abort)} == {"n2", "n3", "n4"}
 
 
 def test_a_setup_under_way_is_requested_again_with_its_full_time() -> None:
@@ -285,15 +266,6 @@ def test_without_a_living_holder_everybody_goes_back_to_the_checkpoint() -> None
     assert "2 steps are to be redone" in script.sentence
 
 
-def test_without_a_checkpoint_everybody_goes_back_to_the_start() -> None:
-    script = script_in(Phase.TRAINING)
-    script.prepared()
-    order = lose_a_stage(script)
-    assert (order.version, script.code) == (0, "set_back")
-    assert {source.kind for source in order.sources} == {"initial"}
-    assert "1 step is to be redone" in script.sentence
-
-
 def test_a_worker_that_is_left_over_serves_what_only_it_holds() -> None:
     plans = {2: PLANS[2], 3: PLANS[2], 6: PLANS[6]}
     script = formed(6, plans=plans, expected_nodes=6)
@@ -319,17 +291,6 @@ def test_that_work_is_lost_is_told_whatever_else_a_tick_finds_due() -> None:
     assert transition.decision(None).reason.sentence == "n8 did not appear; back to version 0; n9 did not appear"
     transition.end("stopped", "asked to")
     assert transition.decision(None).reason.code is ReasonCode.STOPPED
-
-
-def test_workers_lost_together_dissolve_one_generation() -> None:
-    script = script_in(Phase.TRAINING)
-    script.ready("vm.d0", "vm.d1")
-    generation = script.state.generation
-    script.tell(WorkerLost(worker="n1", cause="its VM left the cluster", beside=("vm.d0", "vm.d1", "stranger")))
-    assert "n1, vm.d0, vm.d1 were lost: its VM left the cluster" in script.sentence
-    script.aborted()
-    assert (script.state.generation, script.state.waits.num_fruitless) == (generation + 1, 1)
-    assert {slot.worker for slot in script.state.slots} <= {"n2", "n3", "n4"}
 
 
 def with_two_devices_a_vm() -> Script:

@@ -35,25 +35,13 @@ def shape(depth: int, replicas: int, workers: tuple[str, ...]) -> tuple[tuple[Sl
     return place(plan, workers, {}, needed, SIZES), needed
 
 
-def follows_of(
-    depth: int, replicas: int, workers: tuple[str, ...], zones: dict[str, str] | None = None
-) -> tuple[Follow, ...]:
+def follows_of(depth: int, replicas: int, workers: tuple[str, ...]) -> tuple[Follow, ...]:
     slots, needed = shape(depth, replicas, workers)
     sole = frozenset(UNITS) if replicas == 1 else frozenset()
-    return choose_followers(slots, needed, {}, SIZES, sole, zones or {})
+    return choose_followers(slots, needed, {}, SIZES, sole, {})
 
 
-def test_workers_without_replicas_follow_each_other_in_pairs() -> None:
-    pairs = {follow.worker: follow.follower for follow in follows_of(6, 1, VMS)}
-    assert len(pairs) == 6
-    assert all(pairs[pairs[worker]] == worker for worker in pairs)
-    assert all(worker != follower for worker, follower in pairs.items())
-
-
-def test_a_follower_is_on_another_vm_and_if_possible_another_zone() -> None:
-    zones = {"n1": "a", "n2": "a", "n3": "b", "n4": "b"}
-    for follow in follows_of(4, 1, ("n1", "n2", "n3", "n4"), zones):
-        assert zones[follow.worker] != zones[follow.follower]
+def test_a_worker_follows_none_on_its_own_vm() -> None:
     assert follows_of(2, 1, workers_of("n1", 2)) == ()
 
 

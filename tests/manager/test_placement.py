@@ -25,23 +25,6 @@ def test_a_stage_needs_its_sections_units_and_tied_ones_twice() -> None:
     assert units_by_stage(make_plan(2, 1), UNITS) == (("s0", "s1", "s2", "s0+s5"), ("s3", "s4", "s5", "s0+s5"))
 
 
-def test_workers_stay_where_they_are_when_nothing_changed() -> None:
-    plan = make_plan(3, 2)
-    needed = units_by_stage(plan, UNITS)
-    workers = [f"n{number}" for number in range(6)]
-    first = place(plan, workers, {}, needed, SIZES)
-    held = {slot.worker: frozenset(needed[slot.stage]) for slot in first}
-    again = place(plan, workers[::-1], held, needed, SIZES)
-    assert {slot.worker: slot.stage for slot in again} == {slot.worker: slot.stage for slot in first}
-
-
-def test_every_slot_is_filled_once_and_spare_workers_are_left_over() -> None:
-    plan = make_plan(2, 2)
-    slots = place(plan, [f"n{number}" for number in range(7)], {}, units_by_stage(plan, UNITS), SIZES)
-    assert [(slot.stage, slot.replica) for slot in slots] == [(0, 0), (0, 1), (1, 0), (1, 1)]
-    assert len({slot.worker for slot in slots}) == 4
-
-
 @each_seed(60)
 def test_placement_moves_the_fewest_bytes_there_are(seed: int) -> None:
     draw = random.Random(seed)

@@ -282,26 +282,6 @@ def test_vms_taken_while_they_boot_are_not_counted_as_mistakes() -> None:
     assert script.state.provisioning.num_requests >= 2 * REQUESTS.max_absent
 
 
-def test_too_few_vms_pause_the_run_until_more_come() -> None:
-    script = Script(target_nodes=2, expected_nodes=2)
-    script.tell(Tick())
-    script.tell(NodesGranted(request="job-1", nodes=("n1", "n2")))
-    script.ready("n1", "n2")
-    script.reshaped()
-    script.tell(WorkerLost(worker="n2", cause="revoked"))
-    script.aborted()
-    assert script.state.phase is Phase.WAITING
-    asked = 0
-    for number in range(2, 30):
-        script.tell(RequestRefused(request=f"job-{number}", cause="capacity"))
-        asked += len(requested(script.wake()))
-    assert asked == 28
-    script.tell(NodesGranted(request="job-30", nodes=("n3",)))
-    script.ready("n3")
-    assert script.state.phase is Phase.RESHAPING
-    assert {slot.worker for slot in script.state.slots} == {"n1", "n3"}
-
-
 def test_vms_that_die_while_booting_are_replaced_less_and_less_often() -> None:
     script = asking()
     script.tell(Tick())
@@ -372,13 +352,6 @@ def test_the_start_waits_no_longer_than_its_patience_once_a_plan_fits() -> None:
     assert wake_at_s == pytest.approx(script.now_s + 5.0)
     assert script.tell(Tick(), at_s=wake_at_s - 0.01) == ()
     assert receivers(script.tell(Tick(), at_s=wake_at_s), SendReshape) == ["n1", "n2"]
-
-
-def test_a_run_starts_from_the_checkpoint_it_is_given() -> None:
-    script = Script(initial_version=5, initial_checkpoint=MANIFEST, expected_nodes=2)
-    order = next(action.order for action in script.ready("n1", "n2") if isinstance(action, SendReshape))
-    assert order.version == 5
-    assert {source.kind for source in order.sources} == {"checkpoint"}
 
 
 def test_a_run_that_has_all_its_steps_already_finishes_at_once() -> None:

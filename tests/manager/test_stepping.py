@@ -46,19 +46,6 @@ def test_an_overflow_runs_the_same_step_again_and_not_for_ever() -> None:
     assert "overflowed" in finish.sentence
 
 
-def test_a_checkpoint_is_written_every_so_many_versions_each_unit_once() -> None:
-    script = Script()
-    script.ready("n1", "n2", "n3", "n4")
-    shares = []
-    actions = script.reshaped()
-    for _ in range(4):
-        steps = [action for action in actions if isinstance(action, SendStep)]
-        shares.append([unit for action in steps for unit in action.order.checkpoint_units])
-        actions = script.prepared()
-    assert shares[:3] == [[], [], []]
-    assert sorted(shares[3]) == sorted(UNITS)
-
-
 def test_a_refused_writer_repeats_the_last_checkpoint_until_it_is_there() -> None:
     script = script_in(Phase.COMMITTING)
     script.committed()

@@ -50,15 +50,6 @@ def test_the_awaited_node_that_dies_ends_the_wait() -> None:
     assert receivers(actions, SendReshape) == ["n2", "n3", "n4"]
 
 
-def test_a_stop_ends_the_wait_and_what_is_decided_is_saved() -> None:
-    script = script_in(Phase.HOLDING)
-    assert receivers(script.tell(StopRequested(reason="asked to")), SendReshape) == ["n2", "n3", "n4"]
-    script.reshaped()
-    script.committed()
-    (finish,) = script.saved(0)
-    assert finish.outcome == "stopped"
-
-
 def test_a_join_waits_for_a_second_newcomer_while_training_continues() -> None:
     script = formed(2, plans={2: PLANS[2], 3: PLANS[3], 4: PLANS[4]}, expected_nodes=2)
     script.ready("n3")

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from morph.contract.messages import ReshapeOrder, Slot, StateSource
 from morph.contract.plan import Expectation, Plan, StagePlan
 from morph.cutting.cuts.cut_model import ParameterUnit
-from morph.runtime.groups.channels import GroupSpec
 from morph.runtime.groups.topology import (
     Topology,
     edge_name,
@@ -59,35 +58,7 @@ def make_order(bounds: list[int], num_replicas: int, moves: tuple[tuple[str, str
     return ReshapeOrder(generation=7, version=0, plan=planned, slots=slots, sources=sources)
 
 
-def forming_ends(groups: list[GroupSpec], chance: list[int]) -> bool:
-    """Return whether all workers form their groups, each in its order and waiting for all members of a group."""
-    members = {worker for group in groups for worker in group.members}
-    todo = {worker: [group for group in groups if worker in group.members] for worker in members}
-    while any(todo.values()):
-        formable = [
-            group for group in groups if all(todo[worker] and todo[worker][0] is group for worker in group.members)
-        ]
-        if not formable:
-            return False
-        group = formable[chance.pop() % len(formable) if chance else 0]
-        for worker in group.members:
-            todo[worker].pop(0)
-    return True
-
-
 BOUNDS = st.lists(st.integers(1, NUM_SECTIONS - 1), unique=True, max_size=5).map(sorted)
-
-
-@pytest.mark.slow
-@given(BOUNDS, st.integers(1, 4), st.data())
-def test_forming_the_groups_in_their_order_cannot_dead_lock(
-    bounds: list[int], num_replicas: int, data: st.DataObject
-) -> None:
-    workers = [slot.worker for slot in make_order(bounds, num_replicas).slots] + ["old1", "old2"]
-    pairs = st.tuples(st.sampled_from(workers), st.sampled_from(workers)).filter(lambda pair: pair[0] != pair[1])
-    moves = data.draw(st.lists(pairs, unique=True, max_size=8))
-    groups = list(topology(make_order(bounds, num_replicas, tuple(moves)), UNITS).groups)
-    assert forming_ends([group for group in groups if len(group.members) > 1], data.draw(st.lists(st.integers(0, 99))))
 
 
 @pytest.mark.parametrize("depth", [2, 3, 6])
@@ -99,14 +70,6 @@ def test_long_pipelines_form_channels_in_as_many_rounds_as_short_ones(depth: int
         free_in.update(dict.fromkeys(group.members, number))
         rounds = max(rounds, number)
     assert rounds == (2 if depth == 2 else 4)
-
-
-def test_a_worse_order_would_dead_lock() -> None:
-    """This is the control of the test above: three groups in a circle, where each worker begins with another group."""
-    groups = {pair: GroupSpec(pair, tuple(pair)) for pair in ("ab", "bc", "ca")}
-    assert forming_ends(list(groups.values()), [])
-    own = {"a": ["ab", "ca"], "b": ["bc", "ab"], "c": ["ca", "bc"]}
-    assert not any(all(own[worker][0] == pair for worker in pair) for pair in groups)
 
 
 @given(BOUNDS, st.integers(1, 4))

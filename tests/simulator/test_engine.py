@@ -157,10 +157,3 @@ def test_shared_cores_bound_how_many_tasks_run_at_once(slots: int) -> None:
     assert running.max() == slots
     work = 7 * (3 * 100 + 2 * 100 + 3 * 200)
     assert played.makespan_ns >= work / slots
-
-
-def test_replicas_with_their_own_devices_do_not_influence_each_other() -> None:
-    times = _even_times(3)
-    both = run_pipeline(times, (5, 4), keep_orders=True)
-    assert both.orders[0] == run_pipeline(times, (5,), keep_orders=True).orders[0]
-    assert both.last_backward_ns[:, 1].tolist() == run_pipeline(times, (4,)).last_backward_ns[:, 0].tolist()

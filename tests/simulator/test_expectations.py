@@ -14,7 +14,11 @@ from tests.grids import IS_LONG
 SECTIONS = 5
 
 
-_OTHERS: tuple[dict[str, Any], ...] = ({"compute_slots": 2}, {"overlap": "none"})
+_OTHERS: tuple[dict[str, Any], ...] = (
+    *({"compute_slots": slots} for slots in (2, 3)),
+    *({"overlap": "none", **nodes} for nodes in ({}, {"num_gpus_per_node": 2})),
+    *({"redundant_computation": mode} for mode in ("lflb", "eflb", "efeb")),
+)
 
 
 @st.composite
@@ -60,3 +64,7 @@ def test_no_expected_time_is_below_its_bound_and_parts_add_up(case: Simulation) 
     assert sum(expected.parts_s.values()) == pytest.approx(expected.mini_batch_s, rel=1e-12, abs=rounded_s)
     assert sum(case.breakdown_s.values()) == pytest.approx(expected.mini_batch_s, rel=1e-12)
     assert min(*expected.parts_s.values(), *case.breakdown_s.values()) >= 0
+    if case.jitter is None:
+        workers = case.timeline.groupby(["stage", "replica"])
+        spans_s = workers["end_s"].max() - workers["start_s"].min()
+        assert spans_s.max() <= expected.mini_batch_s * (1 + 1e-9), "a worker begins again a mini-batch later"

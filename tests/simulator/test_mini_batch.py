@@ -6,7 +6,7 @@ import pytest
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
-from simulator import PlanRequest, Simulation, plan, simulate, simulate_plan, synthetic_profile
+from simulator import PlanRequest, plan, simulate, simulate_plan, synthetic_profile
 from simulator.search.planner import advice
 from tests.seeds import each_seed
 
@@ -106,39 +106,6 @@ def test_an_unknown_engine_and_too_large_shapes_are_refused() -> None:
         simulate(synthetic_profile(), num_stages=2, engine="fast")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match=r"engine: would play 300000 tasks.*at most 262144"):
         simulate(synthetic_profile(batch_size=50_000, micro_batch_size=1), num_stages=2, engine="reference")
-
-
-def _lower_bound_cases() -> list[Simulation]:
-    cases = []
-    for seed in range(120):
-        rng = np.random.default_rng(seed)
-        profile = synthetic_profile(
-            num_sections=6,
-            forward_s=[float(value) for value in rng.uniform(0.001, 0.01, 6)],
-            parameter_bytes=int(rng.integers(1, 50)) * 1_000_000,
-            latency_s=float(rng.uniform(0, 0.02)),
-            batch_size=int(rng.integers(3, 20)),
-            micro_batch_size=1,
-            tied=bool(rng.integers(2)),
-        )
-        depth, replicas = int(rng.integers(1, 7)), int(rng.integers(1, 4))
-        conditions = _CONDITIONS[seed % len(_CONDITIONS)]
-        replicas = min(replicas, profile.job.batch_size)
-        cases.append(simulate(profile, num_stages=depth, num_replicas=replicas, **conditions))
-    return cases
-
-
-@pytest.mark.slow
-def test_no_random_shape_is_faster_than_its_lower_bound() -> None:
-    assert all(case.expected.lower_bound_s <= case.expected.mini_batch_s * (1 + 1e-12) for case in _lower_bound_cases())
-
-
-@pytest.mark.slow
-def test_parts_and_ladder_add_up_under_all_conditions() -> None:
-    for case in _lower_bound_cases():
-        assert sum(case.expected.parts_s.values()) == pytest.approx(case.expected.mini_batch_s)
-        assert sum(case.breakdown_s.values()) == pytest.approx(case.expected.mini_batch_s)
-        assert case.timeline["end_s"].max() <= case.expected.mini_batch_s * (1 + 1e-9)
 
 
 def test_a_lone_worker_takes_the_sum_of_its_parts() -> None:

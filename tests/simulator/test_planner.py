@@ -122,15 +122,21 @@ def test_a_plan_survives_its_file() -> None:
     assert best.fingerprint == _profile().job.fingerprint
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("slots", [None, 2])
-def test_the_table_answers_what_plan_answers_for_each_number_of_gpus(slots: int | None) -> None:
-    profile = _profile(batch_size=24, num_sections=8 if slots is None else 4)
-    table = plan_table(profile, 7, compute_slots=slots)
+@pytest.mark.parametrize(
+    ("num_sections", "given"),
+    [
+        pytest.param(8, {}, marks=pytest.mark.slow),
+        pytest.param(4, {"compute_slots": 2}, marks=pytest.mark.slow),
+        (8, {"num_gpus_per_node": 4, "micro_batch_size": 2}),
+    ],
+)
+def test_the_table_answers_what_plan_answers_for_each_number_of_gpus(num_sections: int, given: dict[str, Any]) -> None:
+    profile = _profile(batch_size=24, num_sections=num_sections, latency_s=0.004)
+    table = plan_table(profile, 7, **given)
     assert set(table) == set(range(1, 8))
     for num_gpus, best in table.items():
-        m = best.micro_batch_size
-        assert best == plan(profile, num_gpus=num_gpus, compute_slots=slots, micro_batch_size=m, num_runners_up=0).best
+        again = given | {"micro_batch_size": best.micro_batch_size}
+        assert best == plan(profile, num_gpus=num_gpus, num_runners_up=0, **again).best
 
 
 @pytest.mark.slow
@@ -189,6 +195,8 @@ def test_a_costly_all_reduce_makes_the_pipeline_deeper() -> None:
 def test_a_wanted_depth_or_replica_count_is_kept() -> None:
     assert plan(_profile(), num_gpus=6, pipeline_depth=3).best.shape == "3x2"
     assert plan(_profile(), num_gpus=6, num_replicas=2).best.num_replicas == 2
+    slow_sums = _profile(parameter_bytes=400_000_000)  # fewer replicas would be faster
+    assert plan(slow_sums, num_gpus=6, num_replicas=3).best.num_replicas == 3
     assert plan(_profile(), num_gpus=6, pipeline_depth=2, num_replicas=1).best.shape == "2x1"
 
 
@@ -319,13 +327,6 @@ def test_the_best_plan_on_nodes_is_the_fastest_of_all_simulated(nodes: int | tup
     ]
     assert choice.best.expected.examples_per_s >= max(rates) * (1 - 1e-9)
     assert choice.num_idle == num_gpus - choice.best.num_workers
-
-
-def test_the_table_on_nodes_answers_what_plan_answers() -> None:
-    profile = _profile(latency_s=0.004, micro_batch_size=2)
-    table = plan_table(profile, 9, num_gpus_per_node=4)
-    for num_gpus, best in table.items():
-        assert best == plan(profile, num_gpus=num_gpus, num_gpus_per_node=4, num_runners_up=0).best
 
 
 def test_nodes_alone_say_how_many_gpus_there_are() -> None:

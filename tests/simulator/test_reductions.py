@@ -102,7 +102,3 @@ def test_the_exposed_reduction_is_the_longest_of_any_suffix() -> None:
     assert late["all_reduce"] == pytest.approx(3 * 0.016 + 0.0004)
     light = profile.model_copy(update={"accumulator_bytes_per_parameter": 1})
     assert simulate(light, num_stages=1, num_replicas=2).expected.parts_s["all_reduce"] == pytest.approx(0.002 + 0.0004)
-
-
-def test_one_replica_reduces_nothing() -> None:
-    assert simulate(synthetic_profile(micro_batch_size=2), num_stages=3).expected.parts_s["all_reduce"] == 0
