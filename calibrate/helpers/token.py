@@ -8,7 +8,6 @@ import stat
 from pathlib import Path
 
 from morph.contract.errors import ConfigError
-from morph.contract.files import PRIVATE, write_whole
 
 TOKEN_VARIABLE = "MORPH_PEER_TOKEN"
 _MIN_LENGTH = 16
@@ -36,7 +35,9 @@ def find_token(path: Path | None, from_environment: str | None, *, make: bool = 
 
 def _write_new(path: Path) -> None:
     try:
-        write_whole(path, secrets.token_hex(32) + "\n", PRIVATE)
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        with os.fdopen(handle, "w", encoding="ascii") as file:
+            file.write(secrets.token_hex(32) + "\n")
     except OSError as error:
         raise ConfigError(f"cannot be written: {error.strerror}", source=str(path), field="--token-file") from error
 

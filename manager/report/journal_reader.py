@@ -137,7 +137,7 @@ def _shapes(
 
 
 def _of_type(correction: Correction | None, node_type: str) -> Correction | None:
-    """Return the correction; if all GPUs were of record named type, return it as the correction of this type alone."""
+    """Return the correction; if all GPUs were of one named type, return it as the correction of that type alone."""
     if correction is None or not node_type:
         return correction
     return correction.model_copy(update={"types": {node_type: correction}})

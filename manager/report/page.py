@@ -13,7 +13,7 @@ from manager.accounting.spent import Prices
 from manager.report.picture import PARTS, RUNS, comparison_figure, png_of, run_figure, training_figure
 from manager.report.summary import CAME_FROM
 from manager.report.values import RunReport, rates_text
-from morph.words import duration_text, moment_text
+from morph.words import counted, duration_text, moment_text
 
 MOST_EVALUATIONS = 100
 
@@ -38,6 +38,7 @@ def report_page(report: RunReport, prices: Prices | None = None) -> str:
         evaluations=report.evaluations[-MOST_EVALUATIONS:],
         rates_text=rates_text,
         came_from=CAME_FROM,
+        counted=counted,
     )
 
 

@@ -26,6 +26,7 @@ from manager.trackers.sinks import Noted, Sink, Told
 from morph.contract.cluster import Notify
 from morph.contract.errors import ConfigError
 from morph.contract.happenings import Happening, RunEnded, StepDone, Trouble
+from morph.words import counted
 
 AlertKind = Literal[
     "training_stopped",
@@ -86,7 +87,7 @@ class Alerts(Sink):
         if isinstance(happening, StepDone):
             self._over, self._trained_s = False, max(self._trained_s, happening.time_s)
             if self._stopped and is_new:
-                sentence = f"step {happening.step} is done: training goes on"
+                sentence = f"{counted(happening.step, 'step')} done: training goes on"
                 self._alert("training_goes_on", sentence, stopped=False, down=False)
             self._stopped = False
             self._look_at_budget(happening)

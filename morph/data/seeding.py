@@ -1,6 +1,7 @@
 """Seeds the global random generators for each part of the user's code, and restores them afterwards.
 
-Only the training thread draws from them. Even if blocks of two threads overlap, each generator is afterwards as before.
+Only the training thread should draw from them: if blocks of two threads overlap, their draws mix. Once both have ended,
+each generator is nevertheless as before.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def own_generators(seed: int | None = None) -> Iterator[Callable[[int], None]]:
 
 @contextmanager
 def kept_generators() -> Iterator[None]:
-    """As ``own_generators``, but the generators of CUDA devices are restored, too; the block does the seeding."""
+    """As ``own_generators``, but those of CUDA devices in use are restored, too; the block does the seeding."""
     devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
     with own_generators(), torch.random.fork_rng(devices=devices):
         yield

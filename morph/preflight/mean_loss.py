@@ -81,6 +81,7 @@ def loss_warnings(job: Job) -> tuple[str, ...]:
         return ()
 
 
+@kept_generators()
 def _job_warnings(job: Job) -> tuple[str, ...]:
     dataset, recipe = data_of(job), recipe_of(job)
 

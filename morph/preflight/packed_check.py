@@ -64,6 +64,7 @@ def check_packed(job: Job) -> None:
 
 
 def _gradients(job: Job, model: nn.Module, sample: dict[str, Tensor]) -> dict[str, Tensor]:
+    torch.default_generator.manual_seed(job.seed)
     batch = recipe_of(job).batch([sample], [(0, 0)], "dataset()")
     loss, _ = values_of(job.loss(model, batch.form.build(batch.entries)))
     trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}

@@ -122,6 +122,7 @@ class World:
 
     def __post_init__(self) -> None:
         self._begin_s, self._skipped_s = time.monotonic(), 0.0
+        self._skipping = threading.Lock()
         self.wake_at_s: float | None = None
         self.over = threading.Event()
         self.waited_s: list[float] = []  # only at the end, where nothing but waiting lets time pass
@@ -142,7 +143,8 @@ class World:
 
     def skip(self, passed_s: float) -> None:
         """Advance the controller's clock by this many seconds."""
-        self._skipped_s += passed_s
+        with self._skipping:
+            self._skipped_s += passed_s
 
     def pause(self, wait_s: float) -> bool:
         """Let a wait of the requesting thread pass at once; return whether the run is over."""

@@ -11,9 +11,11 @@ needs seconds for its imports. Managers connect to its ``ControlSocket``, which 
 - ``{"worker": "vm0", "namespace": null, "home": "{..}"}`` starts a worker; ``home`` says where it calls.
 - ``{"store": "127.0.0.1", "port": 0, "namespace": null}`` starts a store, and ends the earlier one. The file descriptor
   of a connection comes with it, on which the store sends its port.
-- ``{"settled": true}`` is not answered. The others are, with ``{"pid": ..}`` or ``{"error": ".."}``.
+- ``{"settled": true}`` says that a successor of this manager could find it: if it is killed, the host waits for one.
 - ``{"end": true}`` ends every child and this process. If no manager connects for PATIENCE_S, they end too, and the
   directories and the first manager's network namespaces are removed.
+
+The first two are answered with ``{"pid": ..}`` or ``{"error": ".."}``.
 """
 
 import gc

@@ -334,8 +334,8 @@ def blame_the_job(job: Job, built: BuiltModel, batch: dict[str, Tensor]) -> None
 
 def run_really(job: Job, batch: dict[str, Tensor]) -> None:
     """Run model and loss on real numbers."""
-    model = training_mode(build_really(job.model, job.seed))
     with kept_generators():
+        model = training_mode(build_really(job.model, job.seed))
         try:
             result = call_loss(job, model, batch)
         except Exception as error:
