@@ -173,7 +173,7 @@ def lose(setting: Setting, num_workers: int, num_kills: int, deadline_s: float, 
         store = TCPStore(LOOPBACK, 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         arguments = (*setting.elastic_arguments, f"--rdzv-endpoint=127.0.0.1:{store.port}")
         setting = Setting(**{**vars(setting), "elastic_arguments": arguments})
-    agents = [start_agent(setting, f"vm{index}") for index in range(num_workers if vms else 1)]
+    agents = [start_agent(setting, f"vm{index}" if vms else "agent") for index in range(num_workers if vms else 1)]
 
     def check() -> None:
         for agent in agents:

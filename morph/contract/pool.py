@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -69,10 +69,6 @@ class Pool:
     def zones(self) -> tuple[str, ...]:
         """The zones that the types name, in the order of their names; "" stands for types without a zone."""
         return tuple(sorted({type_and_zone(name)[1] for name in self.types}))
-
-    def within(self, zones: Collection[str]) -> Pool:
-        """Return the GPUs in some of the zones."""
-        return Pool.of({name: count for name, count in self if type_and_zone(name)[1] in zones})
 
     @property
     def num_gpus(self) -> int:

@@ -37,6 +37,7 @@ _CAUSES = {
 }
 """Causes of lost time. Advice is not part of them: it is simulated (:func:`simulator.search.planner.advice`)."""
 TASKS = {"all_reduce": "all-reduce", "commit": "wait for all workers", "optimizer": "optimizer step"}
+"""Parts of a mini-batch's time in words; the names of other parts are words already."""
 _TIED = "summing the gradients of weights that several stages share"
 
 

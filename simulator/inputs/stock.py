@@ -103,8 +103,8 @@ class Stock:
         """Return dollars per hour of a node of each kind; PlanError: a type or size of node has no price."""
         price, kinds = request.usd_per_gpu_hour, self.kinds
         found = [usd_per_gpu_h(request, self.names[place], size) for place, size in kinds]
-        if any(not usd or usd not in ranges.USD_PER_HOUR for usd in found):
-            allowed = "dollars per GPU-hour"
+        if any(usd not in ranges.USD_PER_HOUR_AT_MOST for usd in found):
+            allowed = "dollars per GPU-hour, above 0"
             if isinstance(price, Mapping) and all(isinstance(key, int) for key in price):
                 allowed += f" for nodes of {', '.join(map(str, sorted({size for _, size in kinds})))} GPUs"
             elif any(self.names):

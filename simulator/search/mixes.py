@@ -77,7 +77,7 @@ class Effort:
     @classmethod
     def on(cls, gpus: Sequence[int]) -> Effort:
         """Return the effort for these numbers of GPUs of each type."""
-        return next((effort for most, effort in _EFFORTS if sum(gpus) <= most), _EFFORTS[-1][1])
+        return next(effort for most, effort in _EFFORTS if sum(gpus) <= most)
 
 
 _EFFORTS = (

@@ -37,27 +37,20 @@ def proof(pools: Pools, stocks: Sequence[Stock], best_s: float) -> Callable[[], 
         return None
 
     def least_s() -> float:
-        least = best_s * 1e9
+        """Compute close bounds, which take long, only where rough ones are lower than the least one so far."""
+        schedules = SCHEDULES if request.schedule is None else (request.schedule,)
+        schedules = tuple(dict.fromkeys("varuna" if each == "1f1b" else each for each in schedules))  # equal bounds
+        best_ns = least_ns = best_s * 1e9
+        reaches = []
         for stock in stocks:
-            least = least_ns(pools.on(stock.nodes), stock.gpus, least)
-        return least / 1e9
+            there = pools.on(stock.nodes)
+            reaches += [_Reach(there, *way, stock.gpus) for way in product(there.sizes(), schedules)]
+        for reach in sorted(reaches, key=lambda each: -each.share(best_ns, rough=True)):
+            if reach.share(least_ns * (1 - _NEAR), rough=True) >= 1:
+                least_ns = _least_time_ns(reach, least_ns)
+        return least_ns / 1e9
 
     return least_s
-
-
-def least_ns(pools: Pools, gpus: Sequence[int], above_ns: float) -> float:
-    """Return a lower bound (ns), at most ``above_ns``, of every plan on these GPUs of each type.
-
-    Close bounds take long to compute, so they are computed only where rough ones are lower than the least one so far.
-    """
-    schedules = SCHEDULES if pools.request.schedule is None else (pools.request.schedule,)
-    schedules = tuple(dict.fromkeys("varuna" if each == "1f1b" else each for each in schedules))  # the bounds are equal
-    least, ways = above_ns, list(product(pools.sizes(), schedules))
-    reaches = [_Reach(pools, *way, tuple(gpus)) for way in ways]
-    for reach in sorted(reaches, key=lambda each: -each.share(above_ns, rough=True)):
-        if reach.share(least * (1 - _NEAR), rough=True) >= 1:
-            least = _least_time_ns(reach, least)
-    return least
 
 
 def _least_time_ns(reach: _Reach, above_ns: float) -> float:

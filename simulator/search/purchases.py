@@ -66,10 +66,12 @@ def _cheap_subsets(mixes: Mixes, gpus: tuple[int, ...], usd_per_h: Sequence[floa
     solved = search.solve(frozenset())
     if solved is None:
         return []
-    found = cheap_choices(
-        solved[0], lambda time_ns: cheapest_enough(search.done(time_ns), mixes.total, usd_per_h), usd_per_h
-    )
-    return [subset for _, subset in found if sum(subset) > 1]
+
+    def enough(time_ns: float) -> tuple[int, ...] | None:
+        subset = cheapest_enough(search.done(time_ns), mixes.total, usd_per_h)
+        return None if subset is None or sum(subset) < 2 else subset
+
+    return [subset for _, subset in cheap_choices(solved[0], enough, usd_per_h)]
 
 
 def cheapest_enough(done: Sequence[Ints], total: int, usd_per_h: Sequence[float]) -> tuple[int, ...] | None:
@@ -97,6 +99,7 @@ def maximal_within(numbers: Sequence[int], usd_per_h: Sequence[float], most_usd:
 
     If there are very many choices, only some are returned, spread out evenly. ``numbers`` are available of each kind.
     """
+    numbers = [max(0, int(min(number, most_usd // usd))) for number, usd in zip(numbers, usd_per_h, strict=True)]
     prices, found = np.array(usd_per_h), _every(numbers[:-1])
     found = np.column_stack([found, np.zeros(len(found), np.int64)])
     left = most_usd - found @ prices
@@ -194,16 +197,19 @@ class Purchases:
         planned = [] if self.stock.nodes else [self._answer(self.stock)]
         if not planned or self._usd_per_h(planned[0].best_simulation) > self.most_usd:
             planned += self._bought()
-        costs: list[tuple[float, float, PlanChoice, int]] = []
-        for found in planned:
-            for place, simulation in enumerate(found.simulations):
-                usd_per_h = self._usd_per_h(simulation)
-                if usd_per_h <= self.most_usd:
-                    costs.append((self._cost(simulation), usd_per_h, found, place))
+        costs, firsts = list[tuple[float, float, PlanChoice, int]](), list[tuple[float, float, PlanChoice, int]]()
+        for found in planned or [self._answer(self.stock)]:  # estimates may have missed all choices on which it fits
+            paid = [
+                (self._cost(simulation), usd_per_h, found, place)
+                for place, simulation in enumerate(found.simulations)
+                if (usd_per_h := self._usd_per_h(simulation)) <= self.most_usd
+            ]
+            costs += paid
+            firsts += paid if self.pays_whole else paid[:1]  # an answer's first is the simplest of its best plans
         if not costs:
             raise self._too_small_budget()
         ranked: dict[tuple[str, str], tuple[float, float, PlanChoice, int]] = {}
-        for each in sorted(costs, key=lambda cost: cost[:2]):
+        for each in (min(firsts, key=lambda cost: cost[:2]), *sorted(costs, key=lambda cost: cost[:2])):
             plan = each[2].simulations[each[3]].plan
             ranked.setdefault((plan.shape, str(plan.pool)), each)
         kept, batch_size = list(ranked.values())[:count], self.pools.sweeps[0].profile.job.batch_size
@@ -223,8 +229,9 @@ class Purchases:
             return None
         kinds = self.stock.kinds
         choices = maximal_within(list(kinds.values()), self.stock.usd_per_node(self.request), self.most_usd)
-        stocks = [self.stock.part(choice) for choice in choices.tolist()]
-        return proof(self.pools, stocks, best_s) if len(stocks) <= _COMPARED else None
+        if len(choices) > _COMPARED:
+            return None
+        return proof(self.pools, [self.stock.part(choice) for choice in choices.tolist()], best_s)
 
     def _usd_per_h(self, simulation: Simulation) -> float:
         return (usd_per_h_in_use(self.request, simulation.plan) or 0.0) + zone_usd_per_h(self.request, simulation)
@@ -250,14 +257,17 @@ class Purchases:
                 continue
             with contextlib.suppress(PlanError):  # the job, or a requested shape, does not fit on this few GPUs
                 found.append(self._answer(part))
-                least = min(least, *map(self._cost, found[-1].simulations))
+                paid = [each for each in found[-1].simulations if self._usd_per_h(each) <= self.most_usd]
+                least = min([least, *map(self._cost, paid)])
         return found
 
     def promising(self, stock: Stock, most_usd: float) -> list[tuple[Stock, float]]:
         """Return the most promising nodes within a budget, best first, each with its estimated cost; 0: unknown."""
         numbers, usd_per_node = list(stock.kinds.values()), stock.usd_per_node(self.request)
         choices = _every(numbers) if self.pays_whole else maximal_within(numbers, usd_per_node, most_usd)
-        choices = choices[(choices @ np.array(usd_per_node) <= most_usd) & choices.any(axis=1)]
+        num_gpus = choices @ np.array([size for _, size in stock.kinds])
+        needed = (self.request.pipeline_depth or 1) * (self.request.num_replicas or 1)
+        choices = choices[(choices @ np.array(usd_per_node) <= most_usd) & (num_gpus >= needed)]
 
         def nearest(times_s: Floats, most: int) -> tuple[Ints, Floats, Floats]:
             usd_per_h = choices @ np.array(usd_per_node)
@@ -324,8 +334,6 @@ class Purchases:
 
     def _too_small_budget(self) -> PlanError:
         """Return an error that names a budget that is enough; PlanError: no plan fits on all nodes."""
-        if self.stock.nodes:
-            self._answer(self.stock)
         prices = self.stock.usd_per_node(self.request)
         usd_per_h, choice = min((float(np.dot(each, prices)), each) for each in self._that_fit())
         return PlanError(

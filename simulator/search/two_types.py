@@ -285,7 +285,7 @@ class TwoTypes:
                     return None
                 ends = np.unravel_index(np.where(best >= self.total, prices, math.inf).argmin(), prices.shape)
                 numbers = dict(zip(pair, map(int, ends), strict=True))
-                return tuple(numbers.get(kind, 0) for kind in range(len(gpus)))
+                return tuple(numbers.get(kind, 0) for kind in range(len(gpus))) if all(numbers.values()) else None
 
             found += cheap_choices(self._least_time(search, pair), enough, usd_per_h)
         return sorted(found)[:CHEAPEST]

@@ -74,12 +74,14 @@ def test_the_cheapest_pool_of_a_job_that_short_mini_batches_do_not_finish() -> N
 
 
 @pytest.mark.slow
-@each_seed(7, in_long=30 * len(KINDS))
+@each_seed(6, in_long=30 * 6)
 def test_no_plan_is_faster_than_the_proved_gap_allows(seed: int) -> None:
-    profile, request, pool = case_of(KINDS[seed % len(KINDS)], seed)
+    kinds = [kind for kind in KINDS if kind != "fewest dollars"]  # of prices nothing is proved
+    profile, request, pool = case_of(kinds[seed % len(kinds)], seed)
     found = found_plan((profile, request, pool))
-    if found is None or found.gap is None:
+    if found is None:
         return
+    assert found.gap is not None
     assert found.gap >= 0
     bound_ns = found.best.expected.mini_batch_s * 1e9 / (1 + found.gap)
     assert Bruteforce(profile, request, pool).least(below=bound_ns, cost=cost_of(request, pool)) == bound_ns

@@ -13,6 +13,8 @@ from morph.contract.pool import Pool, type_and_zone
 from morph.contract.profile import LinkProfile, Profile
 from simulator import PlanChoice, plan, simulate_plan, synthetic_profile
 from simulator.costs.zone_traffic import bytes_between_zones
+from simulator.inputs.request import PlanRequest
+from simulator.inputs.stock import Stock
 from tests.seeds import each_seed
 from tests.simulator.test_unequal import WORTH, mix, over_zones, random_pool
 
@@ -35,7 +37,7 @@ def test_a_name_of_a_pool_has_a_type_and_a_zone() -> None:
     assert (type_and_zone("v100"), type_and_zone("@b")) == (("v100", ""), ("", "b"))
     pool = Pool.parse("v100@b=2,t4@a=3,@b=1")
     assert pool.zones == ("a", "b")
-    assert str(pool.within({"b"})) == "@b=1,v100@b=2"
+    assert str(Stock.of(PlanRequest(), None, pool).within({"b"}).pool) == "@b=1,v100@b=2"
 
 
 def test_a_message_between_zones_takes_as_long_as_their_link() -> None:
