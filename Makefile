@@ -3,11 +3,11 @@
 #   make demo        calibrate, plan and a managed run that loses and gains VMs (two minutes)
 #   make test        the tests, those with real processes included: what CI runs
 #   make test-fast   tests without real worker processes, and without the slow ones of the others
-#   make test-long   every test, those too that vary what a cheaper one holds, with 10,000 random histories of the
-#                    controller in place of 200, more random cases, more members and losses of elastic rings, and whole
+#   make test-long   every test, including further variants of what a cheaper one checks; 10,000 random histories of the
+#                    controller instead of 200, more random cases, more members and losses of elastic rings, and whole
 #                    grids of cases
-#   make test-times  what the tests of the last run took, by the clock and of processors: the slowest, by folder and by
-#                    process; TIMES=record keeps the seconds of its files, by which the next run puts them in order
+#   make test-times  what the tests of the last run took, in elapsed and processor time: the slowest, by folder and by
+#                    process; TIMES=record stores the time of each file, which the next run uses to order them
 #   make test-gpu    the tests that need a CUDA device: skipped, with the reason, where there is none
 #   make bench-gpu   what a CUDA device takes: sums, copies, NCCL's forming and abort, whole steps beside a plain loop
 #   make gpu-kit     dist/gpu-kit.tar: this tree and wheels, for tests and times on a GPU machine without a package registry

@@ -45,7 +45,7 @@ MODULES: dict[str, tuple[ModuleType, tuple[str, ...]]] = {
 }
 CALLED_BY_MORPH = {
     *("forward", "open", "prepare", "expect_samples", "sample_order"),
-    *("settled_steps", "use", "applied_to", "conditions", "nodes", "with_note"),
+    *("settled_steps", "use", "applied_to", "conditions", "nodes", "with_note", "reordered"),
 }
 """Methods that the page leaves out, because only Morph calls them."""
 SECTION = re.compile(r"^(Args|Attributes|Raises|Returns|Yields):$")

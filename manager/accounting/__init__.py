@@ -1,1 +1,1 @@
-"""The uses of a run's node-seconds and money."""
+"""The uses of a run's worker-seconds and money."""

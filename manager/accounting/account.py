@@ -35,7 +35,7 @@ class TimeUse(StrEnum):
 _IN_WORDS = {
     TimeUse.COMPUTE: "computing",
     TimeUse.BUBBLE: "waiting within steps",
-    TimeUse.LOST: "work given up",
+    TimeUse.LOST: "lost work",
     TimeUse.MORPH: "changing shape",
     TimeUse.CHECKPOINT: "last save",
     TimeUse.WAITING: "waiting to train",
@@ -62,7 +62,7 @@ class Bill(Value):
 
 
 class Account(Value):
-    """The node-time of a run, by part, with its cost. ``total`` is summed separately, over the workers' lives.
+    """The workers' time in a run, by part, with its cost. ``total`` is summed separately, over the workers' lives.
 
     ``dearest``: the highest price of a granted VM, in nano-dollars an hour; None: none had a price.
     """
@@ -73,25 +73,25 @@ class Account(Value):
 
     @property
     def parts_ns(self) -> dict[TimeUse, int]:
-        """Node-nanoseconds by part."""
+        """Worker-nanoseconds by part."""
         return {part: spent.node_ns for part, spent in self.parts.items()}
 
     @property
     def total_ns(self) -> int:
-        """All node-nanoseconds."""
+        """All worker-nanoseconds."""
         return self.total.node_ns
 
     def part_s(self, part: TimeUse) -> float:
-        """Return the node-seconds of one part."""
+        """Return the worker-seconds of one part."""
         return self.parts[part].node_ns / NS_PER_S
 
     def share(self, part: TimeUse) -> float:
-        """Return the share of the whole, 0 to 1; 0 if there is no node-time yet."""
+        """Return the share of the whole, 0 to 1; 0 if there is no time yet."""
         return self.parts[part].node_ns / self.total_ns if self.total_ns else 0.0
 
     @property
     def total_s(self) -> float:
-        """All node-seconds."""
+        """All worker-seconds."""
         return self.total_ns / NS_PER_S
 
     def bill(self, prices: Prices | None = None) -> Bill | None:

@@ -188,7 +188,7 @@ class LiveRun:
         if self.loss is not None:
             parts.append(f"loss {self.loss:.4f}")
         if self.saved_version is not None:
-            parts.append(f"saved after {self.saved_version}")
+            parts.append(f"saved after {counted(self.saved_version, 'step')}")
         dollars, on_demand = self.dollars, self.dollars_on_demand
         if dollars is not None:
             parts.append(f"${dollars:.4f}" + (f" (on demand ${on_demand:.4f})" if on_demand is not None else ""))

@@ -63,7 +63,7 @@ class PlanChoice:
     def reordered(
         self, request: PlanRequest, simulations: Iterable[Simulation], values: Iterable[float], **changes: Any
     ) -> PlanChoice:
-        """Return this answer with these simulations, best first, and the prices of the first."""
+        """Return a copy of this answer with these simulations, the best first; its prices are recomputed from that."""
         kept = tuple(simulations)
         return replace(
             self,

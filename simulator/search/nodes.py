@@ -86,7 +86,7 @@ class OnNodes:
         self.effort = Effort.on(self.gpus)
 
     def best(self, equal: Sequence[Found]) -> Simulation | None:
-        """Return the fastest unequal pipelines; None if equal ones are as fast: the best of each type, best first."""
+        """Return the fastest unequal pipelines; None if ``equal`` are as fast: each type's best, fastest first."""
         best, below = None, equal[0].mini_batch_ns * self.near.request.worth
         for size, schedule in self.near.promising(self.gpus, equal, below):
             near, far = self.near.mixes(size, schedule), self.far.mixes(size, schedule)

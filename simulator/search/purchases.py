@@ -184,7 +184,7 @@ class Purchases:
         self.pools, self.request, self.stock, self._answer = pools, request, stock, answer
         self.is_cheap = request.objective == "usd_per_example"
         self.pays_whole = self.is_cheap and stock.nodes is not None
-        """Whether the fastest plan is found for each of all choices, which tells only what these nodes would cost."""
+        """Whether whole nodes are paid, so that the fastest plan must be found for every choice and then priced."""
         self.most_usd = (request.budget_usd_per_h or math.inf) * _ABOUT
         self._rates: dict[tuple[int, tuple[int, ...]], float] = {}
         stock.usd_per_node(request)

@@ -133,7 +133,7 @@ def test_plain_lines_are_of_steps_shapes_losses_evaluations_and_saves(
     lines = played_lines(capsys, verbose=False)
     saves = [line for line in lines[:-1] if "checkpoint" in line]
     assert saves == []
-    assert any(re.search(r"training +3x2 +\d+/12 steps .* loss 0\.\d+ .*saved after \d+", line) for line in lines)
+    assert any(re.search(r"training +3x2 +\d+/12 steps .* loss 0\.\d+ .*saved after \d+ steps", line) for line in lines)
     assert "evaluation at version 4: loss 0.5000, right 0.5" in lines
     assert "evaluation at version 8: loss 0.2500, right 0.5" in lines
     assert [line for line in played_lines(capsys, verbose=True)[:-1] if "the checkpoint of version" in line] != []

@@ -25,6 +25,7 @@ function figure(name, value) {
 }
 
 const number = (value, digits) => (value === null ? "-" : value.toFixed(digits));
+const counted = (count, one) => (count === 1 ? `1 ${one}` : `${count} ${one}s`);
 const short = (value) => `${Number(value.toPrecision(4))}`;
 
 function showFigures(run) {
@@ -38,7 +39,9 @@ function showFigures(run) {
     figures.push(figure("learning rate", rates.join(" to ")));
   }
   for (const [name, value] of Object.entries(run.metrics)) figures.push(figure(name, short(value)));
-  if (run.saved_version !== null) figures.push(figure("newest checkpoint", `after ${run.saved_version}`));
+  if (run.saved_version !== null) {
+    figures.push(figure("newest checkpoint", `after ${counted(run.saved_version, "step")}`));
+  }
   if (run.next_save !== null) {
     const next = figure("next checkpoint", `in ${duration(Math.max(0, run.next_save.due_s - run.time_s))}`);
     next.title = run.next_save.why;

@@ -103,7 +103,7 @@ class PolicyOutcome:
     """One job under one policy on one trace.
 
     ``steps``: the steps whose result counts at the end. ``examples``: the samples in them; fewer than steps times the
-    batch if a policy drops samples. ``lost_steps``: steps that were run and undone. ``parts_s``: node-seconds by use;
+    batch if a policy drops samples. ``lost_steps``: steps that were run and undone. ``parts_s``: worker-seconds by use;
     they add up to ``vm_s``. ``usd``: None without prices. ``finished``: whether all requested steps are done.
     ``gave_up``: when and why the controller ended the run early, in words; its time goes on without VMs.
     """
