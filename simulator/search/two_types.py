@@ -267,7 +267,7 @@ class TwoTypes:
         return min((self._least_time(search, pair) for pair in self._pairs(gpus)), default=math.inf)
 
     def cheap(self, gpus: tuple[int, ...], usd_per_h: Sequence[float]) -> list[tuple[float, tuple[int, ...]]]:
-        """Return GPUs of two types that may have the fewest dollars per example, for mini-batches of several lengths.
+        """Return numbers of GPUs of two types whose plans may cost the least per example, for several mini-batch times.
 
         Each comes with its cost, nanoseconds times USD per hour, and the cheapest is first.
         """
