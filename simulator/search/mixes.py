@@ -75,7 +75,7 @@ class Effort:
     """Whether all mixes are estimated, and cuts and micro-batches are moved in all ways."""
 
     @classmethod
-    def on(cls, gpus: Sequence[int]) -> Effort:
+    def for_gpus(cls, gpus: Sequence[int]) -> Effort:
         """Return the effort for these numbers of GPUs of each type."""
         return next((effort for most, effort in _EFFORTS if sum(gpus) <= most), _EFFORTS[-1][1])
 
@@ -543,7 +543,7 @@ class Search:
             self.bound_numbers = np.append(self.bound_numbers, [self.total] * more)
         self.numbers = np.repeat(self.bound_numbers[:, None], len(self.groups), axis=1)
         self.times_ns = self.bounds.copy()
-        self.effort = Effort.on(gpus)
+        self.effort = Effort.for_gpus(gpus)
         self.ratios = np.ones(len(self.groups))
         self.num_replicas = 2
 

@@ -39,7 +39,7 @@ def proof(pools: Pools, stocks: Sequence[Stock], best_s: float) -> Callable[[], 
     def least_s() -> float:
         least = best_s * 1e9
         for stock in stocks:
-            least = least_ns(pools.on(stock.nodes), stock.gpus, least)
+            least = least_ns(pools.on_nodes(stock.nodes), stock.gpus, least)
         return least / 1e9
 
     return least_s
