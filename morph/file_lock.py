@@ -17,7 +17,7 @@ LOOK_S = 0.02
 
 @contextmanager
 def locked(path: Path, limit_s: float, tell: Callable[[str], None] = lambda _: None) -> Iterator[None]:
-    """Hold the lock of a file, which is made if missing; ``tell`` is given its holder. Raises WaitTimeout."""
+    """Hold a file's lock; ``tell`` is called once, with a sentence that names another holder. Raises WaitTimeout."""
     until_s, holder = time.monotonic() + limit_s, ""
     with os.fdopen(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+") as file:
         while True:

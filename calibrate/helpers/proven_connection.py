@@ -27,14 +27,14 @@ class ProvenConnection(LinkSession):
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def say(self, message: Mapping[str, Any], timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
+    def send_message(self, message: Mapping[str, Any], timeout_s: float = HANDSHAKE_TIMEOUT_S) -> None:
         """Send one message; ClusterError: the other node is gone, or accepts nothing for ``timeout_s``."""
         try:
             self.send(json.dumps(message).encode(), timeout_s)
         except OSError as error:
             raise ClusterError(f"the other node is gone: {error.strerror or error}") from error
 
-    def wait_for(self, what: str, timeout_s: float) -> dict[str, Any]:
+    def receive_message(self, what: str, timeout_s: float) -> dict[str, Any]:
         """Block for the next message. Raises ClusterError or WaitTimeout, which says ``what`` was awaited."""
         try:
             return self.hear(timeout_s)

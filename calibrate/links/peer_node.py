@@ -111,17 +111,17 @@ class PeerNode:
 def _lend(proven: ProvenConnection, wait_s: float) -> None:
     """Serve one calibration: hello, the order, the measurement, its results."""
     try:
-        Hello.model_validate(proven.wait_for("the other node to say what it runs", WAIT_S).get("hello"))
+        Hello.model_validate(proven.receive_message("the other node to say what it runs", WAIT_S).get("hello"))
     except ValidationError as error:
         raise ClusterError("the other node does not say what it runs") from error
-    proven.say({"hello": own_hello().model_dump()})
-    message = proven.wait_for("the other node to say what to measure", wait_s)
+    proven.send_message({"hello": own_hello().model_dump()})
+    message = proven.receive_message("the other node to say what to measure", wait_s)
     try:
         results = _measure(proven, message)
     except (ClusterError, ConfigError, WaitTimeout) as error:
-        proven.say({"failed": str(error)})
+        proven.send_message({"failed": str(error)})
         raise
-    proven.say({"results": results}, WAIT_S)
+    proven.send_message({"results": results}, WAIT_S)
 
 
 def _measure(proven: ProvenConnection, message: dict[str, Any]) -> dict[str, Any]:

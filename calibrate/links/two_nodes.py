@@ -84,8 +84,8 @@ class OtherNode:
         self._connection = call(address.host, address.port, address.token)
         try:
             mine = own_hello()
-            self._connection.say({"hello": mine.model_dump()})
-            said = self._connection.wait_for(f"{self._what} to say what it runs", _LAST_WORDS_S)
+            self._connection.send_message({"hello": mine.model_dump()})
+            said = self._connection.receive_message(f"{self._what} to say what it runs", _LAST_WORDS_S)
             theirs = Hello.model_validate(said.get("hello"))
             for software in ("morph", "torch"):
                 here, there = getattr(mine, software), getattr(theirs, software)
@@ -119,14 +119,14 @@ class OtherNode:
         own, others = ranks[::2], ranks[1::2]
         with Crew("calibrate.links.peer", len(own), PURPOSE) as crew:
             order = asdict(replace(spec, devices=(spec.devices[0].partition(":")[0],)))
-            proven.say({"measure": order, "store_port": store.port()})
+            proven.send_message({"measure": order, "store_port": store.port()})
             for number, rank in enumerate(own):
                 crew.send(number, {**peer_message(spec, place, rank), "device": _device(spec.devices, number)})
             try:
                 answers = crew.gather(range(len(own)), "the processes that measure the link to the other node", WAIT_S)
             except (ClusterError, WaitTimeout) as error:
                 raise self._both_sides(error) from error
-        answer = proven.wait_for(f"{self._what} to send what it measured", _LAST_WORDS_S * 6)
+        answer = proven.receive_message(f"{self._what} to send what it measured", _LAST_WORDS_S * 6)
         if "failed" in answer:
             raise ClusterError(f"{self._what}: {answer['failed']}")
         results = {rank: answers[number] for number, rank in enumerate(own)}
@@ -136,7 +136,7 @@ class OtherNode:
     def _both_sides(self, error: Exception) -> Exception:
         """Return the other node's error if it has one, because processes here then fail only as its consequence."""
         try:
-            answer = self._connection.wait_for("last words", _LAST_WORDS_S)
+            answer = self._connection.receive_message("last words", _LAST_WORDS_S)
         except (ClusterError, WaitTimeout):
             return error
         return ClusterError(f"{self._what}: {answer['failed']}") if "failed" in answer else error

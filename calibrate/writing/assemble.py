@@ -140,8 +140,8 @@ def assemble_node_type(name: str, environment: Environment, compute: Compute) ->
     )
 
 
-def _times(sizes: Sequence[MeasuredSize], section: Section, of: Literal["forward", "backward"]) -> dict[int, Timing]:
-    return {entry.model.micro_batch_size: getattr(entry.of(section.index), of) for entry in sizes}
+def _times(sizes: Sequence[MeasuredSize], section: Section, task: Literal["forward", "backward"]) -> dict[int, Timing]:
+    return {entry.model.micro_batch_size: getattr(entry.of(section.index), task) for entry in sizes}
 
 
 def _own_units(compute: Compute, section: Section) -> list[UnitMeasurement]:

@@ -184,7 +184,8 @@ def rm_command(
     for version in dict.fromkeys(versions):
         with writing(stored.url):
             gone = delete_version(stored.url, version, even_kept=force)
-        print(f"version {version} is removed" if gone else f"version {version} stays, because it is kept", flush=True)
+        outcome = "is removed" if gone else "stays: it is marked to be kept (--force removes it)"
+        print(f"version {version} {outcome}", flush=True)
 
 
 @checkpoints_app.command("gc")

@@ -111,7 +111,7 @@ def demo_command(
     reference = _reference(job, profile, read_facts(out / "run").micro_batch_size, report.version, out / "reference")
 
     print("[5/5] results")
-    print(summarise(report.model_copy(update={"num_steps": report.version}), verbose=True))  # the trace set the end
+    print(summarise(report.model_copy(update={"num_steps": report.version}), verbose=True))  # its trace ends the run
     draw_run(report, out / "run" / "run.png")
     ok = _judge(report, out, reference, promised=(seed, seconds, stretch) == (SEED, SECONDS, 1.0))
     print(f"picture: {out / 'run' / 'run.png'}   journal: {out / 'run' / 'journal.sqlite'}")

@@ -167,13 +167,13 @@ def _directory(run_dir: Path | None) -> Iterator[Path]:
 
 
 def _headline(planned: Planned) -> str:
-    spec, scales, plan = planned.spec, planned.scales, planned.plan
-    hosts = -(-spec.num_workers // spec.workers_per_host)
+    spec, scales, plan, size = planned.spec, planned.scales, planned.plan, planned.plan.micro_batch_size
     shape = plan.shape if spec.trace is None else f"{counted(len(planned.plans), 'plan')}, {plan.shape} first"
     most, workers = "" if spec.trace is None else "at most ", counted(spec.num_workers, "emulated worker")
     return (
-        f"{planned.profile.job.name}: {shape}, {plan.schedule} schedule, micro-batches: {plan.num_micro_batches} of "
-        f"{plan.micro_batch_size}; {most}{workers} on {counted(hosts, 'host')} ({spec.network})\n"
+        f"{planned.profile.job.name}: {shape}, {plan.schedule} schedule, "
+        f"{counted(plan.num_micro_batches, 'micro-batch', 'micro-batches')} of {counted(size, 'sample')}; "
+        f"{most}{workers} on {counted(-(-spec.num_workers // spec.workers_per_host), 'host')} ({spec.network})\n"
         f"times x {scales.time:g}, messages x {scales.message:.3g}, parameters x {scales.state:.3g}"
     )
 

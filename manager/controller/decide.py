@@ -172,7 +172,7 @@ def _on_worker_lost_at_start(transition: Transition, event: WorkerLost) -> None:
 
 
 def _stop_later(transition: Transition, event: StopRequested) -> None:
-    if transition.state.provisioning.gives_up:  # the user's stop replaces giving up, after which the run would rest
+    if transition.state.provisioning.gives_up:  # the user's stop takes precedence: after giving up, the run would rest
         transition.change_provisioning(gives_up=None)
         transition.change(stop_reason=None)
     if transition.state.stop_reason is not None:

@@ -33,7 +33,9 @@ def snapshot(run: LiveRun) -> dict[str, Any]:
             "start_s": run.start_s,
             "time_s": run.time_s,
             "grid": _grid(run),
-            "others": [{"worker": one, "state": state} for one, state in run.workers.items() if one not in run.places],
+            "others": [
+                {"worker": worker, "state": state} for worker, state in run.workers.items() if worker not in run.places
+            ],
             "shapes": [list(entry) for entry in run.shapes],
             "counts": [list(point) for point in run.counts.points],
             "losses": [list(point) for point in run.losses.points],

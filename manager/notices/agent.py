@@ -172,7 +172,7 @@ def _message(news: Told) -> dict[str, object]:
 
 
 def end_group(folder: Path, grace_s: float = GROUP_GRACE_S) -> None:
-    """End this process group, which is a node on a host that continues; after ``grace_s``, kill what still runs.
+    """End this process group, which is a node on a host that stays up; after ``grace_s``, kill what still runs.
 
     ``folder``: the node's folder, of which only the log is kept; the file ``elsewhere`` in it names another folder to
     remove.

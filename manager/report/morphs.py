@@ -116,8 +116,8 @@ class MorphReader:
         first_s = min((self.killed_s[worker] for worker in lost if worker in self.killed_s), default=None)
         known_s = self.open.killed_at_s
         earliest = min((value for value in (first_s, known_s) if value is not None), default=None)
-        later = f"{self.open.cause}; {', '.join(lost)} lost too"
-        cause = later if self.open.planned or self.open.lost_workers else self.open.cause
+        extended = f"{self.open.cause}; {', '.join(lost)} lost too"
+        cause = extended if self.open.planned or self.open.lost_workers else self.open.cause
         self._change(lost_workers=(*self.open.lost_workers, *lost), killed_at_s=earliest, planned=False, cause=cause)
 
     def _formed(self, config: ControllerConfig, order: ReshapeOrder) -> None:

@@ -94,7 +94,7 @@ def controller_config(
     ``request``: P of every shape (the run waits while there are fewer workers); the largest D (fewer workers form
     fewer pipelines, and further workers stand by); m of all plans, which a resumed run keeps; schedule and recompute.
     ``offers``: the types of GPU, if the cluster file names any. With several types there is a plan for every pool of
-    them, with each type's memory in the profile or, unless the profile has it for all types, in the cluster file.
+    them, with each type's memory from the profile if it has all of them, else from the cluster file.
     ``num_beyond``: how many more workers may come if the last VM has several devices. ``devices``: lists CUDA devices.
     PlanError: all VMs together cannot run the job or form the requested shape, or the profile lacks a type. TraceError:
     a VM of the trace has none of the types.
@@ -137,7 +137,7 @@ def controller_config(
 
 
 def _most_vms(vms: Vms, trace: Trace, offers: Sequence[Offer], num_beyond: int) -> int | Pool:
-    """Return the largest number of VMs at one time; with several types, of each type, with ``num_beyond`` more."""
+    """Return the largest number of VMs at one time; with several types, of each, with ``num_beyond`` above ``keep``."""
     if len(offers) < 2:
         return max(trace.max_nodes, vms.keep or 0)
     names = [offer.node_type for offer in offers]

@@ -366,7 +366,7 @@ class SlurmMarket(Market):
         provider = SlurmProvider(described, RunName(run=run, job=job), lambda _node, _grace_s: "", path.parent)
         left = provider.list()
         if not left:
-            others = ", ".join(f"{name} of job {its}" for name, its in provider.runs().items()) or "none"
+            others = ", ".join(f"{other} of job {its_job}" for other, its_job in provider.runs().items()) or "none"
             missing = f"run {run} of job {job} has no job in Slurm's queue: it has ended already, or a name is misspelt"
             raise Misconfigured(f"{missing}; runs that have jobs there: {others}")
         end_all(provider, say=say)

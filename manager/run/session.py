@@ -16,7 +16,7 @@ from manager.engine.loop.driver import Driver, Observed, Observer
 from manager.engine.loop.event_queue import EventQueue, RunClock
 from manager.engine.loop.lease import Lease
 from manager.engine.loop.silence import heartbeat_wait_s
-from manager.engine.machines.attachment import Takeover, TakeoverFailed, forget_attachment, write_attachment
+from manager.engine.machines.attachment import OrphanedRun, TakeoverFailed, forget_attachment, write_attachment
 from manager.engine.machines.machines import Machines, Opening, OpenMachines
 from manager.engine.machines.preemption import PreemptionServer
 from manager.engine.machines.provider_machines import Providing
@@ -43,24 +43,24 @@ STEPS_AFTER_TRACE = 3
 TOO_FEW_LEFT = "too few VMs are left, and the trace brings no more"
 
 
-def take_over(takeover: Takeover, machines: Machines, replayer: TraceReplayer, driver: Driver) -> None:
+def take_over(orphan: OrphanedRun, machines: Machines, replayer: TraceReplayer, driver: Driver) -> None:
     """Reach the workers, tell the trace's replayer which VMs are up, and tell the controller which workers live.
 
     The order matters: VMs must be known before the controller decides about them. New events wait in the event queue.
     As always, decisions are journalled before they are carried out: if this manager is killed here too, the next one
     takes over from the same journal, and repeats the actions that have no result.
     """
-    workers, up = takeover.state.workers, machines.up()
+    workers, up = orphan.state.workers, machines.up()
     reached = machines.pool.attach([worker for worker, entry in workers.items() if entry.ready])
-    living = tuple(worker for worker in reached if worker in takeover.appeared)  # the replayer reports the others
+    living = tuple(worker for worker in reached if worker in orphan.appeared)  # the replayer reports the others
     events: list[Event] = [
         WorkerLost(worker=worker, cause="its VM was gone when the new manager took over")
         for worker, entry in workers.items()
         if not entry.ready and worker not in up
     ]
     if machines.provided is None:
-        requested = {vm.name: vm.request for vm in inherited(takeover.state, takeover.vms).vms}
-        replayer.resume(takeover.vms, takeover.appeared, requested)
+        requested = {vm.name: vm.request for vm in inherited(orphan.state, orphan.vms).vms}
+        replayer.resume(orphan.vms, orphan.appeared, requested)
     driver.tell(Fact(name=TOOK_OVER), *events, ManagerResumed(living=living))
 
 
@@ -106,29 +106,29 @@ def run_session(
     run_dir: RunDir,
     *observers: Observer,
     attend: Callable[[VmFleet], Observer] | None = None,
-    takeover: Takeover | None = None,
+    orphan: OrphanedRun | None = None,
 ) -> Finish:
     """Run one session of a job to its end; blocks. The first SIGINT, SIGTERM or SIGHUP asks for a clean stop.
 
     The caller holds ``run_dir`` until this returns. ``observers``: called in turn after each decision. ``attend``:
-    makes one more for experiments, which may request and revoke VMs. ``takeover``: a killed manager's run, to be
+    makes one more for experiments, which may request and revoke VMs. ``orphan``: a killed manager's run, to be
     continued with its own configuration instead of the spec's.
     ClusterError: Ray, or its replacement, does not start. ClusterLost: the session's machines are lost; nothing of the
-    session is left running. TakeoverFailed: ``takeover`` cannot be continued; nothing of it is left running.
+    session is left running. TakeoverFailed: ``orphan`` cannot be continued; nothing of it is left running.
     CheckpointsTaken: another manager has taken over the checkpoints. KeyboardInterrupt: a second such signal arrived;
     even so, everything was ended.
     """
     ending = ExitStack()  # closes what was opened, in reverse
     session: Session | None = None
     try:
-        session = Session(spec, run_dir, observers, takeover, ending)
+        session = Session(spec, run_dir, observers, orphan, ending)
         if attend is not None:
             session.observers.append(attend(session.replayer.fleet))
         with stopping_on_signals(session.driver.request_stop):
-            if takeover is None:
+            if orphan is None:
                 session.begin()
             else:
-                take_over(takeover, session.machines, session.replayer, session.driver)
+                take_over(orphan, session.machines, session.replayer, session.driver)
             session.start_vms()
             return session.driver.run()
     finally:
@@ -147,24 +147,24 @@ class Session:
         spec: SessionSpec,
         run_dir: RunDir,
         observers: Sequence[Observer],
-        takeover: Takeover | None,
+        orphan: OrphanedRun | None,
         ending: ExitStack,
     ) -> None:
-        self._spec, self._run_dir, self._takeover, self._ending = spec, run_dir, takeover, ending
+        self._spec, self._run_dir, self._orphan, self._ending = spec, run_dir, orphan, ending
         open_machines = spec.machines or machines_of(
-            spec.cluster.vms, spec.providing, takeover, run_dir.path, spec.job_path
+            spec.cluster.vms, spec.providing, orphan, run_dir.path, spec.job_path
         )
         self._journal = ending.enter_context(patiently(lambda: Journal.open(run_dir.journal_path)))
-        patiently(lambda: self._journal.condense(Condenser, takeover.state if takeover else None))
+        patiently(lambda: self._journal.condense(Condenser, orphan.state if orphan else None))
         last = self._journal.last_moment()
-        self._clock = RunClock(takeover.attachment.epoch_s if takeover else None, last[1] if last else 0.0)
+        self._clock = RunClock(orphan.attachment.epoch_s if orphan else None, last[1] if last else 0.0)
         self._event_queue = EventQueue(self._clock.now_s)
         ending.callback(write_last_facts, self._event_queue, self._journal)
         ending.callback(forget_attachment, run_dir)
         self._slots = _device_slots(spec, run_dir)
         self._stop_at: int | None = None
         self.machines = self._open(open_machines)
-        moment = takeover.moment if takeover else spec.played
+        moment = orphan.moment if orphan else spec.played
         types = spec.cluster.vms.node_types if isinstance(spec.cluster.vms, LocalVms) else ()
         self.replayer = TraceReplayer(self.machines.vms, spec.trace, self._event_queue, moment, types)
         ending.callback(self.replayer.close)
@@ -174,7 +174,7 @@ class Session:
             self.observers.append(self._stop_with_trace)
         provided = self.machines.provided
         self.driver = Driver(
-            takeover.state if takeover else initial_state(spec.config),
+            orphan.state if orphan else initial_state(spec.config),
             self._event_queue,
             self.machines.pool,
             self._journal,
@@ -215,7 +215,7 @@ class Session:
         if provisioning is None:
             return
         if provided is not None:
-            appeared = self._takeover.appeared if self._takeover else ()
+            appeared = self._orphan.appeared if self._orphan else ()
             joining = watch_joining(provided, provisioning, self._event_queue, self.driver.state, appeared)
             self._ending.callback(joining.close)
         self._event_queue.put(Tick())  # without an event, the first VMs would not be requested
@@ -236,24 +236,24 @@ class Session:
             outage_timeout_s=policy.outage_timeout_s,
             patience_s=policy.takeover_patience_s,
             ending=self._ending,
-            takeover=self._takeover,
+            orphan=self._orphan,
         )
         try:
             return open_machines(opening)
         except ClusterError as error:
-            if self._takeover is None:
+            if self._orphan is None:
                 raise
             raise TakeoverFailed(str(error)) from error
 
     def _open_provisioning(self) -> Provisioner:
-        vms, takeover = self._spec.cluster.vms, self._takeover
+        vms, orphan = self._spec.cluster.vms, self._orphan
         before = None
         if vms.limits.budget_usd is not None:
-            lives_on = takeover is not None
+            lives_on = orphan is not None
             ledger = ledger_now(self._run_dir.path, self._clock.now_s(), lives_on=lives_on)
             before = Before.of(ledger, lives_on=lives_on)
         spending = Spending(vms.limits, before=before)
-        opened = provisioning_of(vms, self.machines, self.replayer.fleet, self._event_queue, spending, takeover)
+        opened = provisioning_of(vms, self.machines, self.replayer.fleet, self._event_queue, spending, orphan)
         self._ending.callback(opened.close)
         return opened
 

@@ -16,7 +16,7 @@ from manager.controller.steps.recovery import PAUSES
 from manager.engine.loop.driver import Observed, Observer
 from manager.engine.loop.lease import Lease, run_name, this_process
 from manager.engine.machines import attachment
-from manager.engine.machines.attachment import Takeover, TakeoverFailed
+from manager.engine.machines.attachment import OrphanedRun, TakeoverFailed
 from manager.engine.machines.provider_machines import Providing
 from manager.history.vm_history import VmHistory
 from manager.host.environment import variables
@@ -69,11 +69,9 @@ def train(run: Prepared, show: Show, *, forever: bool = False) -> tuple[Finish, 
             with Watchers(_watching(run, opened, forever=forever), tell):
                 while finish is None:
                     try:
-                        spec, takeover = sessions.next()
-                        with show(_live(run, opened, spec, takeover)) as observer:
-                            end: Finish | ClusterError = run_session(
-                                spec, opened, restarts, observer, takeover=takeover
-                            )
+                        spec, orphan = sessions.next()
+                        with show(_live(run, opened, spec, orphan)) as observer:
+                            end: Finish | ClusterError = run_session(spec, opened, restarts, observer, orphan=orphan)
                     except TakeoverFailed as error:
                         tell(f"this run cannot be taken over: {error}; going on from its newest checkpoint")
                         continue
@@ -131,7 +129,7 @@ def _watching(run: Prepared, opened: RunDir, *, forever: bool) -> tuple[Watching
     return tuple(Watching.model_validate(common | kind) for kind in kinds)
 
 
-def _live(run: Prepared, opened: RunDir, spec: SessionSpec, takeover: Takeover | None) -> LiveRun:
+def _live(run: Prepared, opened: RunDir, spec: SessionSpec, orphan: OrphanedRun | None) -> LiveRun:
     """Return what is known of the run at the beginning of a session."""
     inputs = run.inputs
     live = LiveRun(
@@ -140,8 +138,8 @@ def _live(run: Prepared, opened: RunDir, spec: SessionSpec, takeover: Takeover |
         inputs.profile.job.batch_size,
         run.prices,
     )
-    live.version = spec.config.initial_version if takeover is None else takeover.state.version
-    live.fold.ledger, live.takes_over = read_ledger(opened.path), takeover is not None
+    live.version = spec.config.initial_version if orphan is None else orphan.state.version
+    live.fold.ledger, live.takes_over = read_ledger(opened.path), orphan is not None
     return live
 
 
@@ -164,7 +162,7 @@ class _Sessions:
             self._wait(partial(write_name, opened.path, known_as))  # the provider tags VMs with it, to find them
             self._providing = cloud.providing(known_as, opened.path)
 
-    def next(self) -> tuple[SessionSpec, Takeover | None]:
+    def next(self) -> tuple[SessionSpec, OrphanedRun | None]:
         """Describe the next session, with the run that it takes over, if one lives whose manager was killed.
 
         The job is loaded, and the request stored in the run directory, once it is certain that no such run lives.
@@ -174,13 +172,13 @@ class _Sessions:
         if not self._has_looked:
             self._has_looked = True
             code = self._run.code.of(self._opened)
-            if (takeover := attachment.find_living(self._opened, self._command(code))) is not None:
+            if (orphan := attachment.find_living(self._opened, self._command(code))) is not None:
                 self._history.take_in(self._opened.path)
-                num_vms = len(takeover.vms) or len(takeover.state.workers)
+                num_vms = len(orphan.vms) or len(orphan.state.workers)
                 lives, them = ("lives", "it") if num_vms == 1 else ("live", "them")
                 of_run = f"{counted(num_vms, 'VM')} of this run {lives}"
-                tell(f"{of_run}: going on with {them} at version {takeover.state.version}")
-                return self._spec(code, takeover.state.config), takeover
+                tell(f"{of_run}: going on with {them} at version {orphan.state.version}")
+                return self._spec(code, orphan.state.config), orphan
         return self._from_newest_checkpoint(), None
 
     def _from_newest_checkpoint(self) -> SessionSpec:

@@ -41,7 +41,7 @@ AlertKind = Literal[
 HTTP_S, COMMAND_S = 5.0, 15.0
 TRY_AFTER_S = (0.0, 1.0, 2.0)
 AGAIN_S = 3600.0
-"""Seconds. Trouble of the same kind is reported again after so long; older trouble is not reported."""
+"""Seconds. A failed setup, bad step or failed save is reported at most once in this time; older trouble, never."""
 AT_MOST = 20
 """The largest number of alerts in ``AGAIN_S``."""
 
@@ -121,7 +121,7 @@ class Alerts(Sink):
         return bool(self._noted.known.get("down"))
 
     def manager_gone(self) -> None:
-        """Handle that the manager is gone, although the journal has no end of the run."""
+        """React to a manager that is gone without an end of the run in the journal."""
         if self._over:
             return
         if not self._forever:

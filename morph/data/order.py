@@ -223,12 +223,12 @@ def grouped(lengths: OfDataSet, batch_size: int, *, window: int = 50) -> Sampler
 def _numbers_of(values: OfDataSet, dataset: Any, name: str) -> NDArray[Any]:
     numbers = np.asarray(values(dataset) if callable(values) else values)
     if numbers.shape != (len(dataset),):
-        raise wrong_job(f"sampler: {name}", "needs one for each sample", str(list(numbers.shape)), f"{len(dataset)}")
+        raise wrong_job(f"sampler: {name}", "needs one value per sample", str(list(numbers.shape)), f"{len(dataset)}")
     return numbers
 
 
 def _words(seed: int, epoch: int, count: int, key: tuple[int, ...] = ()) -> NDArray[np.uint64]:
-    """Return raw random words: numpy promises the same in all versions, unlike for ``Generator``'s methods."""
+    """Return raw random words: numpy promises the same words in all versions, but not from ``Generator``'s methods."""
     words: NDArray[np.uint64] = np.random.PCG64(
         np.random.SeedSequence(entropy=seed, spawn_key=(epoch, *key))
     ).random_raw(count)

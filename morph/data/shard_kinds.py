@@ -115,8 +115,8 @@ class Tar(ScannedFiles):
             if file.compression is None:
                 yield from cut_into_shards(entries, self._shard_bytes)
                 return
-            ends = list(entries)
-            yield 0, ends[-1][1] if ends else 0, len(ends)
+            spans = list(entries)
+            yield 0, spans[-1][1] if spans else 0, len(spans)
 
     def _read(self, shard: Shard, file: IO[bytes], start: int) -> Sequence[Any]:
         stop = start + shard.stop - shard.start

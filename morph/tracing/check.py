@@ -140,8 +140,8 @@ def _dry_run(
         raise JobError(f"optimizer failed: {type(error).__name__}: {error}", source=line) from error
     optimized = [replace(unit, buffers=()) for unit in model.units if unit.parameters]
     _judge(run_trials(parameters, optimized, job.optimizer, step), job, recorder)
-    told = f"more than {max_real_elements:,} parameters, so"
-    return (f"{told} a step is checked on shapes alone, and the optimizer on smaller parameters",) if large else ()
+    reason = f"more than {max_real_elements:,} parameters, so"
+    return (f"{reason} a step is checked on shapes alone, and the optimizer on smaller parameters",) if large else ()
 
 
 def _without_memory(specs: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:

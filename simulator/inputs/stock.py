@@ -32,7 +32,7 @@ class Stock:
 
     @classmethod
     def of(cls, request: PlanRequest, num_gpus: int | None, pool: Pool | Mapping[str, int] | None) -> Stock:
-        """Return the GPUs of a request; PlanError: there are none, or the nodes do not have as many."""
+        """Return the GPUs of a request; PlanError: there are none, or the nodes hold another number."""
         sizes, field = request.num_gpus_per_node, "num_gpus_per_node"
         if pool is None:
             if num_gpus is not None:
@@ -59,8 +59,8 @@ class Stock:
         for name, count in pool:
             size = sizes[name] if isinstance(sizes, Mapping) else sizes
             if isinstance(size, Sequence) and sum(size) != count:
-                allowed = f"nodes of {count} GPUs together"
-                raise PlanError(f"has other nodes of {name or 'one type'}", field=field, value=size, allowed=allowed)
+                problem = f"has nodes of {name or 'one type'} that do not add up to the pool"
+                raise PlanError(problem, field=field, value=size, allowed=f"nodes of {count} GPUs together")
             of_types.append(node_sizes(count, size))
         return replace(stock, nodes=tuple(of_types))
 
@@ -104,12 +104,12 @@ class Stock:
         price, kinds = request.usd_per_gpu_hour, self.kinds
         found = [usd_per_gpu_h(request, self.names[place], size) for place, size in kinds]
         if any(usd not in ranges.USD_PER_HOUR_AT_MOST for usd in found):
-            allowed = "dollars per GPU-hour, above 0"
+            problem, allowed = "does not give a price for every type and size", "dollars per GPU-hour, above 0"
             if isinstance(price, Mapping) and all(isinstance(key, int) for key in price):
                 allowed += f" for nodes of {', '.join(map(str, sorted({size for _, size in kinds})))} GPUs"
             elif any(self.names):
                 allowed += f" of each of {', '.join(self.names)}"
-            raise PlanError("is not a price of each", field="usd_per_gpu_hour", value=price, allowed=allowed)
+            raise PlanError(problem, field="usd_per_gpu_hour", value=price, allowed=allowed)
         return [usd * size for usd, (_, size) in zip(found, kinds, strict=True)]
 
     def described(self, choice: Sequence[int]) -> str:

@@ -138,10 +138,10 @@ def leftover_line(choice: PlanChoice) -> str:
         if not fuller:
             return f"{idle}: no better plan with {'it' if choice.num_idle == 1 else 'them'} was found"
         place, rival = max(fuller, key=lambda entry: (entry[1].num_workers, -entry[0]))
+        other = f"{idle}: {_spaced(rival)} on {rival.num_workers} GPUs"
         if choice.objective == "usd_per_example":
-            return f"{idle}: {_spaced(rival)} on {rival.num_workers} costs {choice.worse(place):.1%} more per example"
-        longer = rival.expected.mini_batch_s / plan.expected.mini_batch_s - 1
-        return f"{idle}: {_spaced(rival)} on {rival.num_workers} takes {_longer(longer)}"
+            return f"{other} costs {choice.worse(place):.1%} more per example"
+        return f"{other} takes {_longer(rival.expected.mini_batch_s / plan.expected.mini_batch_s - 1)}"
     busy = Counter(node for row in plan.placement for node in row)
     free = {node: size - busy[node] for node, size in enumerate(plan.node_sizes) if size > busy[node]}
     whole = Counter(plan.node_sizes[node] for node in free if not busy[node])

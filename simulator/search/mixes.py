@@ -51,7 +51,7 @@ _POINTS = 3 * _PLAYS
 _GUESSED = 6
 """This many kinds are simulated before a search may end because of guesses about the others."""
 SLOWER, LENGTHS, CHEAPEST = 16.0, 24, 6
-"""Cheaper mini-batches may be up to ``SLOWER`` times as long; ``LENGTHS`` lengths between are tried, and the
+"""Cheaper mini-batches may be up to ``SLOWER`` times as long; ``LENGTHS`` durations in between are tried, and the
 ``CHEAPEST`` choices of GPUs are planned."""
 _CHANGES = 2
 """The number of replicas, on which the times of reductions depend, is corrected at most this often in a search."""
@@ -70,12 +70,12 @@ class Effort:
     finals: int
     """Mixes of these that are simulated with the stages that suit them best."""
     doubt: float
-    """An estimated time may be too high by this factor: a mix is tried if its estimate is so near the best time."""
+    """An estimate may be this factor too high: a mix is tried if its estimate is within the factor of the best time."""
     is_thorough: bool = False
     """Whether all mixes are estimated, and cuts and micro-batches are moved in all ways."""
 
     @classmethod
-    def on(cls, gpus: Sequence[int]) -> Effort:
+    def for_gpus(cls, gpus: Sequence[int]) -> Effort:
         """Return the effort for these numbers of GPUs of each type."""
         return next(effort for most, effort in _EFFORTS if sum(gpus) <= most)
 
@@ -507,7 +507,7 @@ def _columns(lines: Sequence[PiecewiseLinear], least: int = 2) -> tuple[Floats, 
 def cheap_choices(
     shortest_ns: float, enough: Callable[[float], tuple[int, ...] | None], usd_per_h: Sequence[float]
 ) -> list[tuple[float, tuple[int, ...]]]:
-    """Return GPUs of each type that may have the fewest dollars per example, each with USD per hour times ns.
+    """Return numbers of GPUs whose plans may cost the least per example, each with its estimated cost (USD/h x ns).
 
     ``enough`` returns the cheapest GPUs that finish a mini-batch in this time (ns); several times are tried, from
     ``shortest_ns`` on.
@@ -543,7 +543,7 @@ class Search:
             self.bound_numbers = np.append(self.bound_numbers, [self.total] * more)
         self.numbers = np.repeat(self.bound_numbers[:, None], len(self.groups), axis=1)
         self.times_ns = self.bounds.copy()
-        self.effort = Effort.on(gpus)
+        self.effort = Effort.for_gpus(gpus)
         self.ratios = np.ones(len(self.groups))
         self.num_replicas = 2
 

@@ -83,7 +83,7 @@ class OnNodes:
         self.gpus = tuple(map(sum, self.nodes))
         self.conditions: Conditions = request.conditions(self.all_nodes)
         self.near, self.far = pools.alone.near, pools.alone
-        self.effort = Effort.on(self.gpus)
+        self.effort = Effort.for_gpus(self.gpus)
 
     def best(self, equal: Sequence[Found]) -> Simulation | None:
         """Return the fastest unequal pipelines; None if ``equal`` are as fast: each type's best, fastest first."""

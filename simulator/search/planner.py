@@ -97,7 +97,7 @@ def _plan_zones(pools: Pools, stock: Stock, count: int) -> PlanChoice:
 
 def _plan_on(pools: Pools, stock: Stock, count: int) -> PlanChoice:
     """Return the best plan on GPUs of one or several types."""
-    request, here, gpus = pools.request, pools.on(stock.nodes), stock.gpus
+    request, here, gpus = pools.request, pools.on_nodes(stock.nodes), stock.gpus
     prices = stock.usd_per_node(request) if request.objective == "usd_per_example" else []
     simulations, values = list[Simulation](), list[float]()
     if len(gpus) == 1:

@@ -73,7 +73,7 @@ class Pools:
         self._mixes: dict[tuple[int, Schedule], Mixes] = {}
         self._two_types: dict[tuple[int, Schedule], TwoTypes] = {}
 
-    def on(self, nodes: tuple[tuple[int, ...], ...] | None) -> Pools:
+    def on_nodes(self, nodes: tuple[tuple[int, ...], ...] | None) -> Pools:
         """Return these pools with equal pipelines on nodes of several GPUs; ``nodes``: GPUs of each node, by type."""
         if nodes is None:
             return self
@@ -132,7 +132,7 @@ class Pools:
         """Return micro-batch sizes for pipelines over two types: that of the best answer, or all, best first, for few
         GPUs or where nothing else fits.
         """
-        if best is not None and not Effort.on(gpus).is_thorough:
+        if best is not None and not Effort.for_gpus(gpus).is_thorough:
             return [size for size in self.sizes() if size == best.micro_batch_size]
         schedule = self.request.schedule or "varuna"
         return sorted(self.sizes(), key=lambda size: self.two_types_of(size, schedule).least_ns(gpus))
@@ -188,7 +188,7 @@ class Pools:
             costs = each.outcome.costs
             schedules: tuple[Schedule, ...] = (costs.schedule,) if self.request.schedule else ("varuna", costs.schedule)
             found |= dict.fromkeys((costs.sections.micro_batch_size, schedule) for schedule in schedules)
-        schedule, effort = self.request.schedule or "varuna", Effort.on(gpus)
+        schedule, effort = self.request.schedule or "varuna", Effort.for_gpus(gpus)
         heap = [(Search(self.mixes(size, schedule), gpus, limited=False).least_ns(), 0, size) for size in self.sizes()]
         heapq.heapify(heap)
         taken: list[float] = []
@@ -276,7 +276,7 @@ class Pools:
     def _subsets(self, mixes: Mixes, gpus: tuple[int, ...], below_ns: float) -> Iterator[tuple[int, ...]]:
         """Yield all of these GPUs, then fewer that may finish a mini-batch in less than ``below_ns``."""
         yield gpus
-        count = Effort.on(gpus).subsets
+        count = Effort.for_gpus(gpus).subsets
         least = np.array([max(0, number - count) for number in gpus])
         done = [each[fewest:] for each, fewest in zip(mixes.search(gpus).done(below_ns), least.tolist(), strict=True)]
         sums = sum(np.ix_(*done)) if len(done) > 1 else done[0]

@@ -43,7 +43,7 @@ def proof(pools: Pools, stocks: Sequence[Stock], best_s: float) -> Callable[[], 
         best_ns = least_ns = best_s * 1e9
         reaches = []
         for stock in stocks:
-            there = pools.on(stock.nodes)
+            there = pools.on_nodes(stock.nodes)
             reaches += [_Reach(there, *way, stock.gpus) for way in product(there.sizes(), schedules)]
         for reach in sorted(reaches, key=lambda each: -each.share(best_ns, rough=True)):
             if reach.share(least_ns * (1 - _NEAR), rough=True) >= 1:

@@ -61,7 +61,7 @@ def cheapest_equal(pools: Pools, gpus: Sequence[int], prices: Sequence[float], c
 
 
 def _cheap_subsets(mixes: Mixes, gpus: tuple[int, ...], usd_per_h: Sequence[float]) -> list[tuple[int, ...]]:
-    """Return GPUs that may have the fewest dollars per example, the cheapest first."""
+    """Return numbers of GPUs of each type whose plans may cost the least per example, the cheapest first."""
     search = mixes.search(gpus)
     solved = search.solve(frozenset())
     if solved is None:
@@ -126,7 +126,7 @@ def _every(numbers: Sequence[int]) -> Ints:
 
 
 def cheapest(pools: Pools, gpus: Sequence[int], equal: Sequence[Found], usd_per_h: Sequence[float]) -> list[Found]:
-    """Return the mix with fewest dollars per example, if one surpasses equal pipelines.
+    """Return the mix that costs the least per example, if one surpasses equal pipelines.
 
     Unused GPUs cost nothing. Mixes also use micro-batch sizes of ``equal``, the cheapest equal pipelines, best first.
     Raises PlanError if the job does not fit.
@@ -224,7 +224,7 @@ class Purchases:
         )
 
     def _proof(self, best_s: float) -> Callable[[], float] | None:
-        """Return the bound of all plans within the budget; None: nothing is proved, or of too many choices."""
+        """Return the bound of all plans within the budget; None: no bound applies, or there are too many choices."""
         if self.is_cheap:
             return None
         kinds = self.stock.kinds
@@ -293,7 +293,7 @@ class Purchases:
     def _times_alone_s(self, stock: Stock, choices: Ints, enough: int) -> Floats:
         """Return a mini-batch's time on each choice, as if each GPU were a node of its own; inf where it is unknown.
 
-        Times are found in ascending order, and where only times count at least the ``enough`` shortest.
+        Times are found in ascending order; unless prices matter, the search stops once ``enough`` choices have a time.
         """
         found, kinds = np.full(len(choices), math.inf), stock.kinds
         gpus = np.zeros((len(choices), len(stock.gpus)), np.int64)
@@ -333,7 +333,7 @@ class Purchases:
         return self._rates[place, sizes]
 
     def _too_small_budget(self) -> PlanError:
-        """Return an error that names a budget that is enough; PlanError: no plan fits on all nodes."""
+        """Return an error that names a budget that is enough."""
         prices = self.stock.usd_per_node(self.request)
         usd_per_h, choice = min((float(np.dot(each, prices)), each) for each in self._that_fit())
         return PlanError(

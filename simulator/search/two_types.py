@@ -241,7 +241,7 @@ class TwoTypes:
 
     def best(self, gpus: tuple[int, ...], below_ns: float, *, quick: bool = False) -> Found | None:
         """Return the fastest such mix below ``below_ns``; None: none. ``quick``: simulate only the most promising."""
-        search, effort = self.mixes.search(gpus), Effort.on(gpus)
+        search, effort = self.mixes.search(gpus), Effort.for_gpus(gpus)
         hopeful, rough = self._hopeful(gpus, below_ns), []
         most = 2 if quick and not effort.is_thorough else effort.finals
         for splits, others in [each for way in hopeful[:most] for each in self._near(*way, search)]:
@@ -267,7 +267,7 @@ class TwoTypes:
         return min((self._least_time(search, pair) for pair in self._pairs(gpus)), default=math.inf)
 
     def cheap(self, gpus: tuple[int, ...], usd_per_h: Sequence[float]) -> list[tuple[float, tuple[int, ...]]]:
-        """Return GPUs of two types that may have the fewest dollars per example, for mini-batches of several lengths.
+        """Return numbers of GPUs of two types whose plans may cost the least per example, for several mini-batch times.
 
         Each comes with its cost, nanoseconds times USD per hour, and the cheapest is first.
         """
@@ -433,7 +433,7 @@ class TwoTypes:
             for number in range(1, min(gpus[i] // a, gpus[j] // b, needed) + 1):
                 whole = number * int(gains[place]) + int(done[i][gpus[i] - number * a] + done[j][gpus[j] - number * b])
                 worth.append((-whole, number, place))
-        nearest = sorted(worth)[: Effort.on(gpus).finals]
+        nearest = sorted(worth)[: Effort.for_gpus(gpus).finals]
         yield from (each for _, number, place in nearest if (each := {split(place): number}) != chosen)
 
     # ---- the promising mixes, simulated ----
@@ -485,7 +485,7 @@ class TwoTypes:
             outcomes = [
                 self._trial(setting, split, counts, quick=False).best()
                 for setting, time_ns in rough_ns.items()
-                if time_ns <= least * Effort.on([number * split.depth]).doubt
+                if time_ns <= least * Effort.for_gpus([number * split.depth]).doubt
             ]
             self._alone[split, number] = min(outcomes, key=lambda each: each.mini_batch_ns, default=None)
         return self._alone[split, number]

@@ -38,14 +38,14 @@ def test_messages_go_both_ways_with_equal_secrets() -> None:
     def serve(connection: socket.socket) -> None:
         with answer(connection, TOKEN) as there:
             for _ in range(2):
-                message = there.wait_for("a number", BOUND_S)
-                there.say({"twice": 2 * message["number"]})
+                message = there.receive_message("a number", BOUND_S)
+                there.send_message({"twice": 2 * message["number"]})
 
     with listening(serve) as port, call("127.0.0.1", port, TOKEN) as here:
         assert (here.own_address, here.other_address) == ("127.0.0.1", "127.0.0.1")
         for number in (21, 4):
-            here.say({"number": number})
-            assert here.wait_for("its double", BOUND_S) == {"twice": 2 * number}
+            here.send_message({"number": number})
+            assert here.receive_message("its double", BOUND_S) == {"twice": 2 * number}
 
 
 def test_a_peer_with_another_secret_is_refused_on_both_ends() -> None:
@@ -101,7 +101,7 @@ def test_a_silent_other_end_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None
 def test_whatever_is_changed_on_the_way_is_refused() -> None:
     def serve(connection: socket.socket) -> None:
         with suppress(MorphError), answer(connection, TOKEN) as there:
-            there.say({"number": 1})
+            there.send_message({"number": 1})
 
     def received(tamper: Tamper) -> dict[str, int]:
         with (
@@ -109,7 +109,7 @@ def test_whatever_is_changed_on_the_way_is_refused() -> None:
             man_in_the_middle(port, "127.0.0.1", of_listener=tamper) as between,
             call("127.0.0.1", between, TOKEN) as here,
         ):
-            return here.wait_for("a number", BOUND_S)
+            return here.receive_message("a number", BOUND_S)
 
     counted = Tamper()
     assert received(counted) == {"number": 1}

@@ -132,10 +132,10 @@ def test_a_failure_on_the_other_node_is_reported_here(monkeypatch: pytest.Monkey
 
 def test_sizes_out_of_bounds_are_not_measured() -> None:
     with lent_node(once=True) as lent, call("127.0.0.1", lent.address.port, TOKEN) as session:
-        session.say({"hello": own_hello().model_dump()})
-        assert Hello.model_validate(session.wait_for("hello", BOUND_S)["hello"]) == own_hello()
-        session.say({"measure": {"message_sizes": [1 << 40]}, "store_port": 1})
-        answer = session.wait_for("an answer", BOUND_S)
+        session.send_message({"hello": own_hello().model_dump()})
+        assert Hello.model_validate(session.receive_message("hello", BOUND_S)["hello"]) == own_hello()
+        session.send_message({"measure": {"message_sizes": [1 << 40]}, "store_port": 1})
+        answer = session.receive_message("an answer", BOUND_S)
     assert "message_sizes.0: must be at most 1073741824" in answer["failed"]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 from manager.controller.decide import decide
 from manager.controller.state.events import Event, ManagerResumed, NodeAppeared, WorkerAnswered, WorkerLost
 from manager.controller.state.state import ControllerState, initial_state
-from manager.engine.machines.attachment import Attachment, Takeover
+from manager.engine.machines.attachment import Attachment, OrphanedRun
 from manager.journal.records import TOOK_OVER, Fact, TraceMoment
 from manager.run.session import take_over
 from morph.contract.messages import WorkerReady
@@ -55,7 +55,7 @@ class Seen:
 
 def test_vms_are_known_before_the_controller_decides_and_it_learns_which_live() -> None:
     seen = Seen()
-    found = Takeover(
+    found = OrphanedRun(
         attachment=Attachment(kind="ray", control_socket=Path("control_socket"), store_host="h", store_port=1),
         line=SimpleNamespace(),  # type: ignore[arg-type]
         greeting={"vms": {"a": [1], "d": [2], "new": [3]}},

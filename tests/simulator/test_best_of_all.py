@@ -182,7 +182,7 @@ def test_a_roomier_and_a_faster_plan_are_named_where_they_cost_little() -> None:
     assert faster > 0.3
     assert tables.price_lines(cheap)[-1].endswith(f"{faster:.0%} faster for {dearer:.1%} more dollars per example")
     fuller = max(cheap.runners_up, key=lambda each: each.num_workers)
-    idle = f" GPUs idle: {fuller.shape.replace('x', ' x ')} on {fuller.num_workers} costs "
+    idle = f" GPUs idle: {fuller.shape.replace('x', ' x ')} on {fuller.num_workers} GPUs costs "
     assert idle in tables.leftover_line(cheap)
     # 37 % faster for 0.3 % more dollars: of plans as good within the errors, the one with room and few kinds is chosen
     chosen = preferred(cheap, PlanRequest(usd_per_gpu_hour=price), Errors.of(profile))

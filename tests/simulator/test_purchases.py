@@ -155,7 +155,7 @@ def test_a_budget_that_pays_for_too_few_nodes_is_refused_with_nodes_that_would_d
     [
         ({"num_gpus_per_node": {"": 4}}, "num_gpus_per_node: .*allowed: one number for all types, or numbers for , t4"),
         ({"num_gpus_per_node": {"": 4, "t4": 1, "a100": 8}}, "num_gpus_per_node"),
-        ({"num_gpus_per_node": {"": (4, 2), "t4": 1}}, r"has other nodes of .*allowed: nodes of 8 GPUs"),
+        ({"num_gpus_per_node": {"": (4, 2), "t4": 1}}, r"that do not add up to the pool.*allowed: nodes of 8 GPUs"),
         ({"num_gpus_per_node": {"": 4, "t4": 0}}, "num_gpus_per_node"),
         ({"num_gpus_per_node": 4, "usd_per_gpu_hour": {"t4": 1.0}, "budget_usd_per_h": 4.0}, "usd_per_gpu_hour"),
         ({"num_gpus_per_node": 4, "usd_per_gpu_hour": {4: 1.0}, "budget_usd_per_h": 4.0}, "for nodes of 3, 4 GPUs"),

@@ -170,7 +170,7 @@ def main() -> None:
                     undertaker.pids.update(found.greeting["vms"])
             print(f"found {len(found.vms) if found else 'nothing'}", flush=True)
             try:
-                finish = again.after(session.run_session(begun, opened, observe, takeover=found))
+                finish = again.after(session.run_session(begun, opened, observe, orphan=found))
             except ClusterError as error:
                 finish = again.after(error)
             if orders.gate is not None:

@@ -103,7 +103,7 @@ def test_metrics_that_are_not_numbers_are_refused_by_name() -> None:
     model = cut(export_job(plain), num_sections=2, micro_batch_size=MICRO_BATCH_SIZE)
     for returned, message in (
         (lambda values: 3.0, "eval_metrics: does not return a dict (got 'float'); allowed: a dict of numbers"),
-        (lambda values: {"a": "b"}, "eval_metrics: returns a non-number as 'a' (got 'str'); allowed: a number"),
+        (lambda values: {"a": "b"}, "eval_metrics: returns a value for 'a' that is not a number (got 'str'); allowed"),
         (lambda values: values["b"], "eval_metrics: fails: KeyError: 'b'"),
     ):
         job = replace(plain, eval_data=Points, eval_every_epochs=1, eval_metrics=returned)

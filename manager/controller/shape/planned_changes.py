@@ -31,7 +31,7 @@ STEP_MARGIN = 1.5
 
 
 def stays(transition: Transition) -> bool:
-    """Whether draining members run one more step, as the shape without them is slower and there is enough time.
+    """Whether draining members run one more step, because the shape without them is slower and there is enough time.
 
     The time must suffice for that step, for the pre-copy and for the change, by the durations measured in this run.
     """

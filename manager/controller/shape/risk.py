@@ -28,8 +28,8 @@ def losses_per_vm_s(state: ControllerState, now_s: float) -> float:
 def mean_s_to_fatal_loss(state: ControllerState, now_s: float, holders: Set[frozenset[str]] | None = None) -> float:
     """Return the mean time (seconds) until some unit has no holder left, or the whole cluster is lost.
 
-    A loss takes one VM or, as a bulk loss, each VM of a zone with the same probability. Not every loss is fatal; for
-    one VM, this is Spotify's thesis (4.3). ``holders``: the VMs that hold each unit, instead of the present ones.
+    A loss takes one VM or, as a bulk loss, each VM of a zone with the same probability. Not every loss is fatal. With
+    one VM, this is 4.3 of the thesis on Spotify. ``holders``: the VMs that hold each unit, instead of the present ones.
     """
     sets, expected = _held_by(state) if holders is None else holders, state.config.expected_losses
     rate = losses_per_vm_s(state, now_s)

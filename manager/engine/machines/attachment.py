@@ -46,7 +46,7 @@ class Attachment(Value):
 
 
 @dataclass(frozen=True)
-class Takeover:
+class OrphanedRun:
     """A killed manager's run: a line to the process that owns its VMs, its greeting, and the journal's state.
 
     ``appeared``: VMs that were reported to the controller. ``moment``: the position in the trace.
@@ -79,7 +79,7 @@ def forget_attachment(run_dir: RunDir) -> None:
     (run_dir.path / ATTACHMENT).unlink(missing_ok=True)
 
 
-def find_living(run_dir: RunDir, command: dict[str, str]) -> Takeover | None:
+def find_living(run_dir: RunDir, command: dict[str, str]) -> OrphanedRun | None:
     """Find out whether the run's VMs live, and connect to them; None: no manager was killed. Takes seconds at most.
 
     The caller holds ``run_dir``, so that no other manager lives or starts. RunDirError: the run lives on for a while,
@@ -115,7 +115,7 @@ def find_living(run_dir: RunDir, command: dict[str, str]) -> Takeover | None:
         sweep()
         forget_attachment(run_dir)
         raise TakeoverFailed(str(error)) from error
-    return Takeover(attachment, line, greeting, state, appeared, moment)
+    return OrphanedRun(attachment, line, greeting, state, appeared, moment)
 
 
 def _note_last_sign_of_life(run_dir: RunDir) -> None:

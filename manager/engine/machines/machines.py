@@ -15,7 +15,7 @@ from manager.engine.local_vms.namespaces import HostNetwork, opened_in
 from manager.engine.local_vms.vm_fleet import VmHost
 from manager.engine.loop.event_queue import EventQueue
 from manager.engine.loop.worker_pool import Launcher, WorkerPool
-from manager.engine.machines.attachment import Attachment, Takeover
+from manager.engine.machines.attachment import Attachment, OrphanedRun
 from manager.engine.machines.store_watch import Store, StoreWatch
 from manager.host.ports import LOOPBACK
 from manager.providers.interface.provider import Provider
@@ -58,7 +58,7 @@ class Opening:
     """The arguments for bringing machines up.
 
     Time-outs: see ``Silence``. ``patience_s``: how long everything outlives this process if it is killed. ``ending``:
-    closes what was opened. ``takeover``: the run that another manager left; None: there is none.
+    closes what was opened. ``orphan``: the run that another manager left; None: there is none.
     """
 
     event_queue: EventQueue
@@ -67,7 +67,7 @@ class Opening:
     outage_timeout_s: float
     patience_s: float
     ending: ExitStack
-    takeover: Takeover | None = None
+    orphan: OrphanedRun | None = None
 
 
 OpenMachines = Callable[[Opening], Machines]
@@ -146,12 +146,12 @@ class Processes:
         """Bring the machines up (see ``OpenMachines``); ClusterError if one does not come up."""
         from manager.engine.on_processes.process_vms import ProcessVms
 
-        network, takeover, ending = self.network, opening.takeover, opening.ending
+        network, orphan, ending = self.network, opening.orphan, opening.ending
         if network is not None:
             ending.callback(network.close)
             network.open()
         patience_s = opening.patience_s if network is None else 0.0  # namespaces are named after this process
-        if takeover is None:
+        if orphan is None:
             begun = self.begun or self.begin(patience_s)
             ending.callback(begun.close)
             entrance, vms = begun.entrance, begun.vms
@@ -167,22 +167,22 @@ class Processes:
                 own_secret=entrance.secret,
             )
         else:
-            attachment = takeover.attachment
-            entrance = Entrance(takeover.line.workers, attachment.own_secret)
+            attachment = orphan.attachment
+            entrance = Entrance(orphan.line.workers, attachment.own_secret)
             ending.callback(entrance.listening.close)
             vms = ProcessVms.take_over(
-                takeover.line,
+                orphan.line,
                 attachment.control_socket,
-                takeover.greeting["vms"],
+                orphan.greeting["vms"],
                 self.log_path,
                 entrance.home,
                 self._namespace_of,
             )
             ending.callback(vms.close)
-            known = takeover.greeting["store"]
+            known = orphan.greeting["store"]
             store = Store(vms.start_store, attachment.store_host, attachment.store_port, known)
         pool = open_pool(opening, entrance, vms, store, vms.check)
-        return Machines(vms, pool, self._address_of, attachment, lambda: takeover.vms if takeover else ())
+        return Machines(vms, pool, self._address_of, attachment, lambda: orphan.vms if orphan else ())
 
     def _entrance(self) -> Entrance:
         network = self.network

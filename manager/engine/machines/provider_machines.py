@@ -60,18 +60,18 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
     """
 
     def open_machines(opening: Opening) -> Machines:
-        takeover, ending = opening.takeover, opening.ending
+        orphan, ending = opening.orphan, opening.ending
         ports = Ports(vms.first_port or 0)
         head_port = vms.ray_port or ports.head
         cluster = RayCluster(directory, opening.patience_s, vms.address, head_port, ports.first)
         addresses = _Addresses(cluster.joined)
         on_ray = OnRay(directory, vms.address, ports.store, ports.workers, gpus=vms.device == "cuda")
-        secret = _node_secret(directory.parent / "node-secret", make=takeover is None)
-        wheel = kept_wheel(directory.parent / "wheel", make=takeover is None)
-        if takeover is None:
+        secret = _node_secret(directory.parent / "node-secret", make=orphan is None)
+        wheel = kept_wheel(directory.parent / "wheel", make=orphan is None)
+        if orphan is None:
             check_free(vms.address, ports.of_manager())
         store, entrance, pool = on_ray.begin(opening, cluster, addresses.look)
-        notice_port = takeover.attachment.notice_port if takeover else vms.notice_port or ports.notices
+        notice_port = orphan.attachment.notice_port if orphan else vms.notice_port or ports.notices
         desk, authority = _desk(directory.parent, opening.event_queue) if vms.tls else (None, "")
         try:
             notices = NoticeServer(
@@ -102,7 +102,7 @@ def open_provided(directory: Path, vms: ProvidedVms, providing: Providing) -> Op
                 store_host=store.host,
                 store_port=store.port,
                 notice_port=notices.port,
-                secret=takeover.attachment.secret if takeover else new_secret(),
+                secret=orphan.attachment.secret if orphan else new_secret(),
                 own_secret=entrance.secret,
             ),
             up=lambda: tuple(addresses.look()),

@@ -40,9 +40,9 @@ class OnRay:
 
         ClusterError: Ray or the store does not start, or listening on an address or port failed.
         """
-        takeover, ending = opening.takeover, opening.ending
+        orphan, ending = opening.orphan, opening.ending
         ending.callback(cluster.close)
-        if takeover is None:
+        if orphan is None:
             try:
                 entrance = Entrance(listen(self.host, self.workers_port), new_secret())
             except OSError as error:
@@ -52,11 +52,11 @@ class OnRay:
             store = Store(cluster.start_store, self.host, self.store_port)
             store.start()
         else:
-            left = takeover.attachment
-            cluster.take_over(takeover.line, takeover.greeting)
-            entrance = Entrance(takeover.line.workers, left.own_secret)
+            left = orphan.attachment
+            cluster.take_over(orphan.line, orphan.greeting)
+            entrance = Entrance(orphan.line.workers, left.own_secret)
             ending.callback(entrance.listening.close)
-            store = Store(cluster.start_store, self.host, left.store_port, takeover.greeting["store"])
+            store = Store(cluster.start_store, self.host, left.store_port, orphan.greeting["store"])
         launcher = RayLauncher(
             cluster.driver, entrance.home, living, lambda worker, cause: pool.failed(worker, cause), gpus=self.gpus
         )
@@ -68,7 +68,7 @@ def open_ray(directory: Path) -> OpenMachines:
     """Return machines that are local Ray nodes; they raise ClusterError if Ray does not start."""
 
     def open_machines(opening: Opening) -> Machines:
-        up = opening.takeover.vms if opening.takeover else ()
+        up = opening.orphan.vms if opening.orphan else ()
         cluster = RayCluster(directory, opening.patience_s, gone=lambda vm: opening.event_queue.put(_ended(vm)))
         store, entrance, pool = OnRay(directory).begin(opening, cluster, lambda: up)
         attachment = Attachment(
@@ -78,7 +78,7 @@ def open_ray(directory: Path) -> OpenMachines:
             store_port=store.port,
             own_secret=entrance.secret,
         )
-        attachment = opening.takeover.attachment if opening.takeover else attachment
+        attachment = opening.orphan.attachment if opening.orphan else attachment
         return Machines(cluster, pool, lambda _worker: LOOPBACK, attachment, lambda: up)
 
     return open_machines

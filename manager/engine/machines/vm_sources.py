@@ -11,7 +11,7 @@ from manager.engine.joining.certificates import Tls
 from manager.engine.joining.joiner import Joiner
 from manager.engine.local_vms.vm_fleet import VmFleet
 from manager.engine.loop.event_queue import EventQueue
-from manager.engine.machines.attachment import Takeover
+from manager.engine.machines.attachment import OrphanedRun
 from manager.engine.machines.machines import Machines, OpenMachines, Processes, Provided
 from manager.engine.machines.provider_machines import Providing, open_provided
 from manager.engine.machines.ray_machines import open_ray
@@ -32,7 +32,7 @@ PROVIDER_CLOSE_S = 90.0
 
 
 def machines_of(
-    vms: Vms, providing: Providing | None, takeover: Takeover | None, run_dir: Path, job_path: str
+    vms: Vms, providing: Providing | None, orphan: OrphanedRun | None, run_dir: Path, job_path: str
 ) -> OpenMachines:
     """Return a function that opens VMs of this kind. ``providing``: how to open their provider, if one brings them.
 
@@ -42,7 +42,7 @@ def machines_of(
     if isinstance(vms, LocalVms) and not vms.under_ray:
         return Processes(run_dir / WORKERS_LOG, job_path="" if vms.pass_variables else job_path)
     tls = _tls(vms)
-    directory = adopt(takeover.attachment.control_socket.parent / "ray", tls) if takeover else prepare(tls)
+    directory = adopt(orphan.attachment.control_socket.parent / "ray", tls) if orphan else prepare(tls)
     if isinstance(vms, LocalVms):
         return open_ray(directory)
     assert providing is not None, "no way to open the provider is given"
@@ -56,21 +56,21 @@ def _tls(vms: Vms) -> Tls | None:
 
 
 def provisioning_of(
-    vms: Vms, machines: Machines, fleet: VmFleet, event_queue: EventQueue, spending: Spending, takeover: Takeover | None
+    vms: Vms, machines: Machines, fleet: VmFleet, events: EventQueue, spending: Spending, orphan: OrphanedRun | None
 ) -> Provisioner:
     """Open the part that requests VMs, in a run that keeps a number of them."""
     if machines.provided is not None:
         return Provisioner(
             machines.provided.provider,
-            event_queue,
+            events,
             spending,
-            nodes=takeover.state.workers if takeover else (),
+            nodes=orphan.state.workers if orphan else (),
             look_every_s=PROVIDER_LOOK_S,
             close_timeout_s=PROVIDER_CLOSE_S,
         )
-    left = inherited(takeover.state, takeover.vms) if takeover else Inherited()
+    left = inherited(orphan.state, orphan.vms) if orphan else Inherited()
     provider = LocalProvider(fleet, max_vms=MAX_LOCAL_VMS, usd_per_h=vms.usd_per_h, inherited=left.vms)
-    return Provisioner(provider, event_queue, spending, nodes=left.nodes)
+    return Provisioner(provider, events, spending, nodes=left.nodes)
 
 
 def watch_joining(

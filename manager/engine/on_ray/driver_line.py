@@ -40,7 +40,7 @@ class DriverLine:
         self._thread.start()
 
     def attend(self, handle: Callable[[Told], object], connected: Callable[[], object]) -> None:
-        """Set what the line's thread calls with each report, and for each new driver; once one is connected."""
+        """Set the callbacks: ``handle`` gets each report, ``connected`` is called once each new driver is connected."""
         self._handle, self._connected = handle, connected
 
     @property

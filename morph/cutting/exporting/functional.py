@@ -275,7 +275,7 @@ def _replace_in_place(node: Node, of_buffer: dict[Node, str]) -> bool:
     (changed, *more), functional = _written_arguments(node), _functional_overload(node)
     if more or functional is None or (changed.op == "placeholder" and changed not in of_buffer) or is_view(changed):
         return False
-    order = {any_node: place for place, any_node in enumerate(node.graph.nodes)}
+    order = {each: place for place, each in enumerate(node.graph.nodes)}
     if any(order[user] > order[node] for view in _views(changed) if view is not node for user in view.users):
         return False
     if any(_dtype(argument) not in {None, _dtype(changed)} for argument in node.all_input_nodes):

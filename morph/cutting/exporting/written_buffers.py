@@ -150,7 +150,7 @@ def _move_to_their_use(graph: Graph, fixed: Sequence[Node], ends: set[Node]) -> 
     cone = _cone(fixed)
     movable = [node for node in graph.nodes if node in cone and node.op == "call_function" and node not in ends]
     for node in reversed(movable):
-        order = {any_node: place for place, any_node in enumerate(graph.nodes)}
+        order = {each: place for place, each in enumerate(graph.nodes)}
         readers = [user for user in node.users if user not in ends] or [
             user
             for given in _cone([node])

@@ -57,7 +57,7 @@ class FollowerLane(Attendant):
             log.warning("nothing is kept for others, or by them: %s", error)
 
     def _open(self, order: ReshapeOrder) -> None:
-        me, context = self._context.worker, self._context.on(f"follow/{order.generation}", order.limit_s)
+        me, context = self._context.worker, self._context.for_order(f"follow/{order.generation}", order.limit_s)
         for state in self._known.values():
             if order.follow_in_host:
                 state.offload()

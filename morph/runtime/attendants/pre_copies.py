@@ -41,7 +41,7 @@ class PreCopyLane(Attendant):
                 return
             self._drop()
             self._number, self._reported = order.number, None
-            me, context = self._context.worker, self._context.on(str(order.number), order.limit_s)
+            me, context = self._context.worker, self._context.for_order(str(order.number), order.limit_s)
             by_receiver: dict[str, list[str]] = {}
             for move in order.moves:
                 if move.sender == me:

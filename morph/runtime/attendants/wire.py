@@ -195,7 +195,7 @@ class Rendezvous:
 
 @dataclass(frozen=True, kw_only=True)
 class StreamContext:
-    """The context of all streams from and to one worker, for one order or generation: see ``on``.
+    """The context of all streams from and to one worker, for one order or generation: see ``for_order``.
 
     ``open_store``: lends a connection to the store. ``limit_s``: how long the other end may be absent; a sender may be
     silent for twice as long.
@@ -209,7 +209,7 @@ class StreamContext:
     occasion: str = ""
     limit_s: float = DEFAULT_LIMIT_S
 
-    def on(self, occasion: str, limit_s: float) -> StreamContext:
+    def for_order(self, occasion: str, limit_s: float) -> StreamContext:
         """Return the context for one order or generation."""
         return replace(self, occasion=occasion, limit_s=limit_s)
 

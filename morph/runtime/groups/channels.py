@@ -287,7 +287,7 @@ class Ring(Protocol):
 
 
 class DeviceRings(Protocol):
-    """One worker's rings of a generation between devices; ``morph.runtime.device``, a higher layer, has them."""
+    """One worker's rings of a generation between devices; implemented in the higher layer ``morph.runtime.device``."""
 
     def ring(self, name: str) -> Ring | None:
         """Return the ring ``name``; None if it is not one of them."""

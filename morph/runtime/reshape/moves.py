@@ -191,7 +191,7 @@ def _from_checkpoint(units: Sequence[str], context: MoveContext) -> Iterator[tup
     for index, unit in enumerate(units):
         while len(reading) < NUM_PREFETCHED and index + len(reading) < len(units):
             reading.append(context.interrupt.start(partial(read, units[index + len(reading)]), "restore"))
-        together = sum(sizes.get(next_unit, 0) for next_unit in units[index : index + NUM_PREFETCHED])
+        together = sum(sizes.get(queued, 0) for queued in units[index : index + NUM_PREFETCHED])
         yield wait(reading.popleft(), f"unit {unit} to be read", together)
 
 

@@ -77,7 +77,7 @@ def compile_all(
 
 
 def _prepare() -> None:
-    """Set the folder of Inductor's code, and forbid it to start processes, which might outlive a lost worker."""
+    """Set the folder of Inductor's code; keep Inductor from starting processes, which might outlive a lost worker."""
     import torch._inductor.config as inductor
     from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 

@@ -33,7 +33,7 @@ Answers = Mapping[str, Any]
 
 
 class StepSource(Protocol):
-    """Makes the steps of a worker, of a job or of an emulated device: a ``Workload``, which is in a higher layer."""
+    """Makes a worker's steps, of a job or of an emulated device. Implemented by ``Workload``, in a higher layer."""
 
     def executor(self, current: Generation, order: StepOrder, faults: FaultPlan) -> Executor:
         """Return one step up to its reductions, ready to be run on this worker's stage."""

@@ -305,7 +305,7 @@ class Evaluator(Attendant):
                 number = float(value)
             except (TypeError, ValueError) as error:
                 kind = type(value).__name__
-                problem = f"returns a non-number as {name!r}"
+                problem = f"returns a value for {name!r} that is not a number"
                 raise wrong_job("eval_metrics", problem, kind, "a number") from error
             values[name] = number if math.isfinite(number) else None
         return FinishedMetrics(version=totals.version, values=values)
