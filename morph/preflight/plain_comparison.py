@@ -248,7 +248,7 @@ def _compare(job: Job, exported: ExportedJob, num_sections: int | None, size: _S
     fewer = {loader.size(seed, 0)[1] for seed in range(size.num_seeds)} - {size.num_samples}
     model = cut(exported, num_sections=num_sections, micro_batch_size=size.num_samples, fewer=sorted(fewer))
     if device.type == "cuda":
-        torch.cuda.init()  # generators of devices are kept once they are in use
+        torch.cuda.init()  # type: ignore[no-untyped-call] # only generators of devices in use are kept
     with kept_generators(), warnings.catch_warnings(), sdpa_kernel(SDPBackend.MATH):
         warnings.simplefilter("ignore")
         plain = _plain_model(job, exported, device)
