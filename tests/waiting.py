@@ -6,6 +6,9 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import ModuleType, SimpleNamespace
+
+import pytest
 
 PATIENCE = float(os.environ.get("MORPH_TEST_PATIENCE", "1"))
 """Every bound of tests is multiplied by this, on machines that are slow or busy."""
@@ -20,6 +23,11 @@ def poll_until(holds: Callable[[], object], what: str, every_s: float = 0.01) ->
         assert time.monotonic() < until_s, f"waited {BOUND_S:g} s for {what}"
         time.sleep(every_s)
     return found
+
+
+def own_time(monkeypatch: pytest.MonkeyPatch, module: ModuleType, **functions: Callable[..., object]) -> None:
+    """Replace some functions of ``time`` in one module: threads that an earlier test left may call the others."""
+    monkeypatch.setattr(module, "time", SimpleNamespace(**vars(time) | functions))
 
 
 @dataclass

@@ -104,7 +104,10 @@ class Stock:
         price, kinds = request.usd_per_gpu_hour, self.kinds
         found = [usd_per_gpu_h(request, self.names[place], size) for place, size in kinds]
         if any(usd not in ranges.USD_PER_HOUR_AT_MOST for usd in found):
-            problem, allowed = "does not give a price for every type and size", "dollars per GPU-hour, above 0"
+            problem = "does not give a price for every type and size"
+            allowed = f"dollars per GPU-hour ({ranges.USD_PER_HOUR_AT_MOST})"
+            if not isinstance(price, Mapping):
+                problem = "is not a price"
             if isinstance(price, Mapping) and all(isinstance(key, int) for key in price):
                 allowed += f" for nodes of {', '.join(map(str, sorted({size for _, size in kinds})))} GPUs"
             elif any(self.names):

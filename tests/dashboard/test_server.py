@@ -24,7 +24,7 @@ from manager.journal import journal as patience
 from manager.run_dir import PAGE
 from morph.contract.errors import RunDirError
 from tests.small_disk import small_disk
-from tests.waiting import BOUND_S
+from tests.waiting import BOUND_S, own_time
 
 
 @pytest.fixture(scope="module")
@@ -190,7 +190,7 @@ def test_a_full_disk_delays_the_page_and_does_not_end_the_run(
 ) -> None:
     with small_disk(tmp_path / "disk") as disk:
         disk.fill()
-        monkeypatch.setattr(patience.time, "sleep", lambda _pause_s: disk.free())
+        own_time(monkeypatch, patience, sleep=lambda _pause_s: disk.free())
         with serving(played(), disk.path) as address:
             assert PageAddress.model_validate_json((disk.path / PAGE).read_text()) == address
         assert not (disk.path / PAGE).exists()

@@ -24,6 +24,7 @@ from morph.checkpoint.manifest import complete_versions
 from morph.contract.errors import RunDirStuck
 from tests.engine.driver_scene import Run
 from tests.small_disk import read_only, small_disk
+from tests.waiting import own_time
 
 
 @contextmanager
@@ -65,7 +66,7 @@ def test_hours_without_a_writable_journal_are_a_pause_without_cost(
         run = Run(disk.path if disk else tmp_path, 6, 2)
         disks.callback(run.journal.close)
         pauses = Pauses(run, trouble)
-        monkeypatch.setattr(patience.time, "sleep", pauses)
+        own_time(monkeypatch, patience, sleep=pauses)
 
         def begin(observed: Observed) -> None:
             if observed.decision.state.version == 3 and not pauses.num:
@@ -93,8 +94,7 @@ def test_a_journal_stuck_beyond_the_users_limit_ends_the_run(
 ) -> None:
     monkeypatch.setattr(journal_module, "WRITER_BUSY_S", 0.01)
     run, now_s = make_run(), iter(range(0, 10**9, 86400))
-    monkeypatch.setattr(patience.time, "sleep", lambda _s: None)
-    monkeypatch.setattr(patience.time, "monotonic", lambda: float(next(now_s)))
+    own_time(monkeypatch, patience, sleep=lambda _s: None, monotonic=lambda: float(next(now_s)))
     with locked(tmp_path), pytest.raises(RunDirStuck, match="database is locked"):
         run.driver.run()
 

@@ -289,7 +289,7 @@ def test_simulate_says_what_redundant_computation_pauses_for(tmp_path: Path) -> 
         (("plan", "--gpus", 4, "--objective", "dollars"), "--price: is missing"),
         (("plan", "--gpus", 4, "--objective", "progress"), "--set revocations_per_hour: is missing"),
         (("plan", "--gpus", 4, "--objective", "dollars", "--price", "cheap"), "--price: is not a price (got 'cheap')"),
-        (("plan", "--gpus", 4, "--objective", "dollars", "--price", "4:1"), "--price: is not a price"),
+        (("plan", "--gpus", 4, "--objective", "dollars", "--price", "4:1"), "--price: does not give a price"),
         (
             ("plan", "--gpus", 4, "--objective", "progress", "--set", "revocations_per_hour=-1"),
             "--set revocations_per_hour: is out of range (got -1.0)",
