@@ -89,7 +89,7 @@ def test_workers_spread_over_the_devices_and_a_dead_ones_share_is_taken(
         held.append(take_slot(slots, wait_s=0))
         seen.append(os.environ["CUDA_VISIBLE_DEVICES"])
     assert seen == ["GPU-aa", "GPU-bb", "GPU-aa", "GPU-bb"]
-    with pytest.raises(ClusterError, match="all 4 are taken"):
+    with pytest.raises(ClusterError, match="all 4 shares are taken"):
         take_slot(slots, wait_s=0)
     gone = held.pop(1)
     assert gone is not None
