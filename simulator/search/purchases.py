@@ -197,8 +197,9 @@ class Purchases:
         planned = [] if self.stock.nodes else [self._answer(self.stock)]
         if not planned or self._usd_per_h(planned[0].best_simulation) > self.most_usd:
             planned += self._bought()
+        planned = planned or [self._answer(self.stock)]  # estimates may have missed all choices on which it fits
         costs, firsts = list[tuple[float, float, PlanChoice, int]](), list[tuple[float, float, PlanChoice, int]]()
-        for found in planned or [self._answer(self.stock)]:  # estimates may have missed all choices on which it fits
+        for found in planned:
             paid = [
                 (self._cost(simulation), usd_per_h, found, place)
                 for place, simulation in enumerate(found.simulations)

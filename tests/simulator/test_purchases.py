@@ -192,3 +192,16 @@ def test_maximal_choices_are_those_to_which_the_budget_cannot_add_one(seed: int)
         if all(n == k or np.dot(each, usd) + p > most for n, k, p in zip(each, numbers, usd, strict=True))
     ]
     assert list(map(tuple, maximal_within(numbers, usd.tolist(), most).tolist())) == wanted
+
+
+def test_no_choice_is_missed_among_many_kinds_of_which_few_are_paid() -> None:
+    found = maximal_within([16] * 6, [1.0] * 6, 3.0)
+    assert len(found) == 56, "the ways to share 3 GPUs among 6 kinds"
+    assert (found.sum(axis=1) == 3).all()
+
+
+def test_a_requested_shape_is_bought_among_many_nodes_that_are_too_few_for_it() -> None:
+    given = PlanRequest(pipeline_depth=8, num_replicas=4, objective="usd_per_example", usd_per_gpu_hour=0.5)
+    nodes = [4] * 16 + [1] * 64
+    choice = plan(synthetic_profile(num_sections=32, batch_size=256), given, num_gpus_per_node=nodes)
+    assert (choice.best.shape, choice.usd_per_h) == ("8x4", 16.0)
