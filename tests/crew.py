@@ -65,7 +65,7 @@ from morph.runtime.attendants.wire import Frame
 from morph.runtime.groups.store import StoreHost
 from tests.device.worker_device import HERE, use_fake_device
 from tests.system.harness import JOB, TinyJob
-from tests.waiting import BOUND_S, PATIENCE, poll_until
+from tests.waiting import BOUND_S, PATIENCE, START_S, poll_until
 
 FORKS = multiprocessing.get_context("forkserver")
 """Imports a worker's modules once, so that members start without delay; separate processes would import for seconds."""
@@ -645,7 +645,7 @@ class ManagedCrew:
             units=job.units,
             unit_bytes=dict.fromkeys(job.units, 1000),
             num_steps=num_steps,
-            policy=Policy(checkpoint_every_steps=7, rules=rules or Rules()),
+            policy=Policy(checkpoint_every_steps=7, start_patience_s=START_S, rules=rules or Rules()),
             expected_nodes=max(shapes),
             target_nodes=max(shapes) if market else 0,
         )

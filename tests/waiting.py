@@ -14,6 +14,8 @@ PATIENCE = float(os.environ.get("MORPH_TEST_PATIENCE", "1"))
 """Every bound of tests is multiplied by this, on machines that are slow or busy."""
 BOUND_S = 150.0 * PATIENCE
 """How long a test waits for what usually takes seconds at most."""
+START_S = 300.0 * PATIENCE
+"""``policy.start_patience_s`` of runs that are to begin with all of their VMs, however slowly these boot."""
 
 
 def poll_until(holds: Callable[[], object], what: str, every_s: float = 0.01) -> object:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
@@ -43,6 +44,7 @@ OF_VM: set[Socket] = {
     ("ray::WorkerActor", "own", "any"),
 }
 """Listeners on a VM; the last one receives tensors."""
+FORMED = re.compile(r"is formed at version \d+: \S+ on (\d+) of")
 WAITING = ("ray::IDLE", "all", "workers")
 """An idle process of Ray, which may or may not exist."""
 
@@ -56,6 +58,7 @@ class Watch:
         self.modes: dict[str, int] = {}
         self.found: dict[str, set[str]] = {}
         self._credentials: set[str] = set()
+        self._num_training = 0
         self._login = life.environment[LOGIN]
         life.on_line, azure.before_removal = self._on_line, self._before_removal
 
@@ -101,8 +104,10 @@ class Watch:
 
     def _on_line(self, line: dict[str, Any]) -> None:
         living = self._azure.region.living()
-        training = line["phase"] == "training" and line["version"] >= FROM_VERSION
-        if self.shown or not training or len(living) < self._life.keep or not set(living) <= self._life.ready:
+        self._num_training = int((FORMED.findall(line["sentence"]) or [self._num_training])[-1])
+        if self.shown or line["phase"] != "training" or line["version"] < FROM_VERSION:
+            return
+        if not self._num_training == len(living) == self._life.keep:  # a worker that waits to join receives no tensors
             return
         for name, host in self._azure.hosts.living.items():
             self.shown[name] = shown_by(host.processes())

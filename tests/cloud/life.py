@@ -27,7 +27,7 @@ from tests.cloud.image import bare_python
 from tests.cloud.virtual_azure import CLOUD_FILE, VirtualAzure
 from tests.system.exposure import RECORDED
 from tests.system.held import HeldJob
-from tests.waiting import PATIENCE
+from tests.waiting import PATIENCE, START_S
 
 JOB = ROOT / "configs" / "jobs" / "tiny_gpt.py"
 LINE_BOUND_S = 400.0 * PATIENCE
@@ -121,7 +121,11 @@ class Life:
                 "environment": {"python": bare_python(self.directory / "image")},
                 **self.vms,
             },
-            "policy": {"checkpoint_every_steps": self.checkpoint_every},
+            "policy": {
+                "checkpoint_every_steps": self.checkpoint_every,
+                "start_patience_s": START_S,
+                "heartbeat_timeout_s": 5.0 * PATIENCE,
+            },
         }
         path = self.directory / "job.yaml"
         path.write_text(json.dumps(document, indent=1))

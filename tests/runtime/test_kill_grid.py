@@ -32,6 +32,7 @@ from tests.crew import Crew, ManagedCrew
 from tests.grids import IS_LONG
 from tests.runtime.kill_cases import CHANGING, FILLING, LAST, Case, runs
 from tests.system.harness import JOB, TinyJob, load_tiny_job
+from tests.waiting import START_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(6000 if IS_LONG else 600)]
 
@@ -312,7 +313,7 @@ def config_of(
         plans=plans,
         units=job.units,
         unit_bytes=dict.fromkeys(job.units, UNIT_BYTES),
-        policy=Policy(checkpoint_every_steps=CHECKPOINT_EVERY, redundancy=redundancy),
+        policy=Policy(checkpoint_every_steps=CHECKPOINT_EVERY, start_patience_s=START_S, redundancy=redundancy),
         **fields,
     )
 

@@ -35,6 +35,7 @@ from tests.system.harness import (
     load_tiny_job,
     plan_of,
 )
+from tests.waiting import START_S
 
 M = 4
 PROFILE = synthetic_profile(
@@ -78,7 +79,8 @@ class Case:
     @property
     def policy(self) -> Policy:
         """The run's policy, without followers, which would have all units before a pre-copy."""
-        return Policy(checkpoint_every_steps=1000, rules=Rules(ahead=ALWAYS), redundancy="off")
+        rules = Rules(ahead=ALWAYS)
+        return Policy(checkpoint_every_steps=1000, start_patience_s=START_S, rules=rules, redundancy="off")
 
 
 def best(profile: Profile, shape: str) -> Plan:

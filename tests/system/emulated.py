@@ -20,6 +20,7 @@ from morph.contract.plan import Plan
 from morph.contract.profile import Profile
 from simulator import plan
 from tests.system.harness import constant_vms, facts_of
+from tests.waiting import START_S
 
 M = 2
 
@@ -78,10 +79,11 @@ class Emulated:
         spec, facts = emulated_run(
             self.profile, {best.num_workers: best for best in self.plans}, self.num_vms, self.num_steps, options
         )
+        policy = self.policy.model_copy(update={"start_patience_s": START_S})
         spec = replace(
             spec,
-            config=spec.config.model_copy(update={"policy": self.policy}),
-            cluster=ClusterConfig(vms=LocalVms(launcher="ray"), policy=self.policy),
+            config=spec.config.model_copy(update={"policy": policy}),
+            cluster=ClusterConfig(vms=LocalVms(launcher="ray"), policy=policy),
             machines=None if self.under_ray else self.machines or Processes(directory.parent / f"{directory.name}.log"),
             slow_spells=self.spells,
         )

@@ -32,7 +32,7 @@ from morph.jobs.files import imported_once
 from morph.jobs.snapshot import collect, pack
 from morph.runtime.process.single import run_single
 from simulator import plan, synthetic_profile
-from tests.waiting import BOUND_S, PATIENCE
+from tests.waiting import BOUND_S, PATIENCE, START_S
 from tests.worker_setup import SETUP
 
 JOB = f"{Path(__file__).resolve().parents[2] / 'configs/jobs/tiny_gpt.py'}:job"
@@ -185,9 +185,7 @@ def managed(
 ) -> Outcome:
     """Run the tiny job; ``shapes[G]`` is the shape for G workers."""
     vms = vms or LocalVms()
-    policy = Policy(
-        checkpoint_every_steps=checkpoint_every, start_patience_s=200 * PATIENCE, rules=Rules(stutter=stutter)
-    )
+    policy = Policy(checkpoint_every_steps=checkpoint_every, start_patience_s=START_S, rules=Rules(stutter=stutter))
     policy = policy.model_copy(update={"heartbeat_timeout_s": heartbeat_timeout_s, "redundancy": redundancy})
     config = ControllerConfig(
         fingerprint=job.fingerprint,

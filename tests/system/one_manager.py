@@ -58,8 +58,8 @@ class Death(Value):
 class Orders(Value):
     """What a manager has to do.
 
-    ``pids``: process ids of the workers that are set up. ``gate``: the gate of a ``HeldJob``, opened once the run
-    continues after the loss of its cluster.
+    ``pids``: process ids of the workers that are set up. ``gate``: the gate of a ``HeldJob``, opened once the store is
+    started again, or the run continues after the loss of its cluster.
     """
 
     run_dir: Path
@@ -70,10 +70,10 @@ class Orders(Value):
     batch_size: int
     config: ControllerConfig
     trace: Trace
+    gate: Path
     vms: LocalVms = LocalVms()
     deaths: tuple[Death, ...] = ()
     pids: dict[str, int] | None = None
-    gate: Path | None = None
 
 
 class Undertaker:
@@ -127,13 +127,17 @@ def ray_processes(run_dir: Path) -> list[psutil.Process]:
     return []
 
 
-class DeafEventQueue(EventQueue):
-    """Kills this process when a worker reports that it is set up."""
+class WatchedEventQueue(EventQueue):
+    """Kills this process when a worker reports that it is set up, or opens a gate when the store is started again."""
+
+    is_deaf, gate = False, Path()
 
     def put(self, item: Event | Fact) -> None:
         """Add an item, or die."""
-        if isinstance(item, WorkerAnswered) and isinstance(item.answer, WorkerReady):
+        if self.is_deaf and isinstance(item, WorkerAnswered) and isinstance(item.answer, WorkerReady):
             os.kill(os.getpid(), signal.SIGKILL)
+        if isinstance(item, Fact) and item.name == "store_started_again":
+            self.gate.touch()
         super().put(item)
 
 
@@ -151,8 +155,9 @@ def main() -> None:
         code=pack(orders.job, collect(orders.job)),
         cut=orders.cut,
     )
-    if any(death.unwritten for death in orders.deaths):
-        session.EventQueue = DeafEventQueue  # type: ignore[misc]
+    WatchedEventQueue.is_deaf = any(death.unwritten for death in orders.deaths)
+    WatchedEventQueue.gate = orders.gate
+    session.EventQueue = WatchedEventQueue  # type: ignore[misc]
     again = Restarts(config.policy.give_up_after_s, print)
     undertakers = [Undertaker(death, orders) for death in orders.deaths if not death.unwritten]
 
@@ -173,8 +178,7 @@ def main() -> None:
                 finish = again.after(session.run_session(begun, opened, observe, orphan=found))
             except ClusterError as error:
                 finish = again.after(error)
-            if orders.gate is not None:
-                orders.gate.touch()
+            orders.gate.touch()
             begun = session.with_resumed_trace(replace(spec, config=from_newest(config, opened)), opened)
         print(finish.outcome, flush=True)
 

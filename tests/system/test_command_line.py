@@ -29,6 +29,7 @@ from tests.system.commands import ROOT, RunningMorph, morph
 from tests.system.harness import JOB
 from tests.system.held import BEAT_S, ORDER_S, HeldJob
 from tests.system.traced import check_walks
+from tests.waiting import START_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
@@ -78,7 +79,8 @@ def test_calibrate_plan_simulate_run_and_status_work_one_after_the_other(
     assert [fact.worker for fact in facts if fact.name == VM_KILLED] == ["vm1"]
     appeared = NodeAppeared(node="vm2", facts=NodeFacts(provider="local")).model_dump_json()
     assert any(entry.kind == "event" and entry.payload_json == appeared for entry in entries)
-    assert any("vm1" in found.lost_workers for found in report.morphs)
+    events = morph("events", run_dir, "--verbose")
+    assert any("vm1" in found.lost_workers for found in report.morphs), events
 
     (kind,) = json.loads(morph("history", "--json"))
     assert kind["facts"] == {"provider": "local", "size": "", "region": "", "zone": "", "node_type": ""}
@@ -97,13 +99,14 @@ def _run_along_the_trace(profile: Path, folder: Path, run_dir: Path) -> None:
     job = HeldJob(folder / "code", folder / "gate", HELD_AFTER)
     cluster, trace = folder / "cluster.yaml", folder / "trace.csv"
     cluster.write_text(
-        f"policy: {{checkpoint_every_steps: 10, heartbeat_timeout_s: {BEAT_S}, order_timeout_s: {ORDER_S}}}\n",
+        f"policy: {{checkpoint_every_steps: 10, start_patience_s: {START_S}, heartbeat_timeout_s: {BEAT_S}, "
+        f"order_timeout_s: {ORDER_S}}}\n",
         encoding="utf-8",
     )
     trace.write_text(TRACE, encoding="utf-8")
     with RunningMorph(
         *("run", job.path, "--profile", profile, "--cluster", cluster, "--trace", trace),
-        *("--steps", STEPS, "--run-dir", run_dir, "--verbose"),
+        *("--steps", STEPS, "--run-dir", run_dir, "--verbose", "-P", 2),  # whatever was measured, vm1 is no spare
         walks_path=folder / "walks.json",
     ) as command:
         command.wait_for_line("vm1 was lost")

@@ -12,11 +12,13 @@ from morph.checkpoint.manifest import complete_versions, read_manifest
 from morph.contract.profile import load_profile
 from tests.system.commands import RunningMorph, morph
 from tests.system.harness import uninterrupted
-from tests.system.held import HeldJob
+from tests.system.held import BEAT_S, HeldJob
+from tests.waiting import START_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
-CLUSTER = "vms: {num_vms: 2, keep: 2}\npolicy: {checkpoint_every_steps: 3, takeover_patience_s: 0}\n"
+BOUNDS = f"takeover_patience_s: 0, start_patience_s: {START_S}, heartbeat_timeout_s: {BEAT_S}"
+CLUSTER = f"vms: {{num_vms: 2, keep: 2}}\npolicy: {{checkpoint_every_steps: 3, {BOUNDS}}}\n"
 MANY_STEPS = 1_000_000
 BY_NAME, BY_LIFETIMES = "by name, no notice", "lifetimes of 1s on average, seed 1, a notice of 1 s"
 
@@ -72,7 +74,7 @@ def test_a_noticed_vms_only_copies_are_saved_before_it_is_taken(
     run_dir, cluster = tmp_path / "run", tmp_path / "cluster.yaml"
     cluster.write_text(
         "vms: {num_vms: 2, keep: 2, limits: {max_vms: 2}}\n"
-        "policy: {checkpoint_every_steps: 1000000, takeover_patience_s: 0, redundancy: off,\n"
+        f"policy: {{checkpoint_every_steps: 1000000, {BOUNDS}, redundancy: off,\n"
         "  rules: {requests: {backoff_s: 0.5}}}\n",
         encoding="utf-8",
     )

@@ -16,7 +16,8 @@ from morph.checkpoint.versions import SET_ASIDE
 from morph.contract.profile import load_profile
 from tests.system.commands import RunningMorph
 from tests.system.harness import uninterrupted
-from tests.system.held import ORDER_S, HeldJob
+from tests.system.held import BEAT_S, ORDER_S, HeldJob
+from tests.waiting import START_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
@@ -29,8 +30,10 @@ FIRST_HELD_AFTER = 5
 STOPS = "SIGINT: the run ends at the next step boundary"
 CLUSTER = """
 vms: {{num_vms: {num_vms}, launcher: {launcher}}}
-policy: {{checkpoint_every_steps: 3, takeover_patience_s: {patience_s}, order_timeout_s: {order_s}}}
+policy: {{checkpoint_every_steps: 3, takeover_patience_s: {patience_s}, order_timeout_s: {order_s},
+  start_patience_s: {start_s}, heartbeat_timeout_s: {beat_s}}}
 """
+BOUNDS = {"order_s": ORDER_S, "start_s": START_S, "beat_s": BEAT_S}
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +77,7 @@ class Run:
 
     def be_patient(self, patience_s: float) -> None:
         """Set how long later commands and VMs wait for another manager."""
-        cluster = CLUSTER.format(order_s=ORDER_S, patience_s=patience_s, launcher=self._launcher, num_vms=self._num_vms)
+        cluster = CLUSTER.format(**BOUNDS, patience_s=patience_s, launcher=self._launcher, num_vms=self._num_vms)
         self._cluster.write_text(cluster, encoding="utf-8")
 
     def start(self) -> RunningMorph:
@@ -208,7 +211,7 @@ def test_a_run_continues_elsewhere_from_its_checkpoints_and_its_job_alone(
     lost, url = tmp_path / "lost", tmp_path / "storage"
     lost.mkdir()
     shutil.copy(calibrated, lost / "profile.json")
-    cluster = CLUSTER.format(order_s=ORDER_S, patience_s=0.0, launcher="processes", num_vms=1)
+    cluster = CLUSTER.format(**BOUNDS, patience_s=0.0, launcher="processes", num_vms=1)
     (lost / "cluster.yaml").write_text(cluster, encoding="utf-8")
     with RunningMorph(
         *("run", job.path, "--profile", lost / "profile.json", "--cluster", lost / "cluster.yaml", "--steps", STEPS),

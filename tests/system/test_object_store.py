@@ -20,7 +20,8 @@ from tests.cli.given import without_phases
 from tests.system.commands import RunningMorph, ended
 from tests.system.exposure import files_below, files_with
 from tests.system.harness import uninterrupted
-from tests.system.held import ORDER_S, HeldJob
+from tests.system.held import BEAT_S, ORDER_S, HeldJob
+from tests.waiting import START_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
@@ -78,7 +79,8 @@ def test_runs_in_a_failing_store_are_resumed_and_pruned_with_equal_weights(
     job = HeldJob(tmp_path / "code", tmp_path / "gate", 7)  # one checkpoint
     named = ", ".join(place.environment)
     vms = f"{{num_vms: 2, launcher: processes, pass_variables: [{named}]}}"
-    policy = f"{{checkpoint_every_steps: 5, order_timeout_s: {ORDER_S}}}"
+    beats = f"start_patience_s: {START_S}, heartbeat_timeout_s: {BEAT_S}"
+    policy = f"{{checkpoint_every_steps: 5, {beats}, order_timeout_s: {ORDER_S}}}"
     cluster.write_text(f"vms: {vms}\npolicy: {policy}\n", encoding="utf-8")
     arguments = (
         *("run", job.path, "--profile", calibrated, "--cluster", cluster, "--run-dir", run_dir, "--steps", STEPS),

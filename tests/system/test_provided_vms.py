@@ -28,7 +28,7 @@ from tests.system.exposure import files_below, files_with, holds, recorded, show
 from tests.system.harness import uninterrupted
 from tests.system.held import BEAT_S, ORDER_S, HeldJob
 from tests.system.hosts import Hosts
-from tests.waiting import BOUND_S, poll_until
+from tests.waiting import BOUND_S, START_S, poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
@@ -84,6 +84,7 @@ def job_file(
         "policy": {
             "checkpoint_every_steps": 10,
             "takeover_patience_s": takeover_patience_s,
+            "start_patience_s": START_S,
             "heartbeat_timeout_s": BEAT_S,
             "order_timeout_s": ORDER_S,
         },

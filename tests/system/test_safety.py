@@ -26,13 +26,16 @@ from tests.system.commands import ended, environment_of_commands
 from tests.system.exposure import Shown, files_below, files_with, holds, shown_by, with_secrets
 from tests.system.held import BEAT_S, ORDER_S, HeldJob
 from tests.system.watched import WatchedMorph
-from tests.waiting import BOUND_S
+from tests.waiting import BOUND_S, START_S
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 
 MANY_STEPS, HELD_AFTER = 1_000_000, 8
 VMS = "{num_vms: 3, launcher: ray, pass_variables: [OF_STORE]}"
-POLICY = f"{{checkpoint_every_steps: 5, heartbeat_timeout_s: {BEAT_S}, order_timeout_s: {ORDER_S}}}"
+POLICY = (
+    f"{{checkpoint_every_steps: 5, start_patience_s: {START_S}, heartbeat_timeout_s: {BEAT_S}, "
+    f"order_timeout_s: {ORDER_S}}}"
+)
 PRIVATE = ("attach.json", "page.json")
 """Files of a run directory that hold a secret during the run."""
 STRANGER = """

@@ -22,7 +22,7 @@ from tests.system.commands import RunningMorph, morph
 from tests.system.harness import uninterrupted
 from tests.system.held import BEAT_S, ORDER_S, HeldJob
 from tests.system.test_provided_vms import NUM_SECTIONS, digests
-from tests.waiting import poll_until
+from tests.waiting import START_S, poll_until
 
 KEPT = 4
 STEP_S = 0.2
@@ -73,7 +73,12 @@ def job_file(directory: Path, profile: Path) -> Path:
             "shared_storage": True,
             "environment": {"python": sys.executable, "files": ["neighbour.py"]},
         },
-        "policy": {"checkpoint_every_steps": 10, "heartbeat_timeout_s": BEAT_S, "order_timeout_s": ORDER_S},
+        "policy": {
+            "checkpoint_every_steps": 10,
+            "start_patience_s": START_S,
+            "heartbeat_timeout_s": BEAT_S,
+            "order_timeout_s": ORDER_S,
+        },
     }
     path = directory / "job.yaml"
     path.write_text(json.dumps(described), encoding="utf-8")

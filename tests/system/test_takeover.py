@@ -27,14 +27,14 @@ from tests.system.conftest import REFERENCE_STEPS
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob, constant_vms, cut_for_workers
 from tests.system.held import BEAT_S, ORDER_S, HeldJob
 from tests.system.one_manager import Death, Orders
-from tests.waiting import PATIENCE, poll_until
+from tests.waiting import PATIENCE, START_S, poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(1200)]
 
 SHAPES = {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}
 MANAGER_S = 300.0 * PATIENCE
 HELD_AFTER = 7
-"""Steps that are held until a checkpoint is complete or a killed process is known to be dead."""
+"""Steps that are held until a checkpoint is complete, or the store or the VMs' owner is known to be dead."""
 
 
 EventT = TypeVar("EventT", bound=Event)
@@ -59,7 +59,7 @@ class Managed:
         self.held = HeldJob(directory / "code", directory / "gate", HELD_AFTER) if held else None
         policy = Policy(
             checkpoint_every_steps=4,
-            start_patience_s=200 * PATIENCE,
+            start_patience_s=START_S,
             takeover_patience_s=patience_s,
             heartbeat_timeout_s=BEAT_S,
             order_timeout_s=ORDER_S if held else None,
@@ -199,7 +199,7 @@ VMS = {"processes": {4: "2x2", 3: "3x1", 2: "2x1", 1: "1x1"}, "ray": {2: "1x2", 
 def test_managers_die_in_every_phase_and_nothing_is_lost(
     kind: str, tiny_job: TinyJob, reference: dict[str, str], tmp_path: Path
 ) -> None:
-    run = Managed(tiny_job, tmp_path, kind, num_vms=max(VMS[kind]), shapes=VMS[kind])
+    run = Managed(tiny_job, tmp_path, kind, num_vms=max(VMS[kind]), shapes=VMS[kind], held=kind == "ray")
     lost = {death.worker for death in (*HISTORIES[kind], *LAST[kind])} - {None}
     stores = sum(death.process == "store" for death in LAST[kind])
     for number, death in enumerate(HISTORIES[kind]):

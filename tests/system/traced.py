@@ -23,6 +23,8 @@ WALKS = {
     "checkpoint": ("checkpoints.begin_checkpoint_if_due", "save_measuring.record_save_complete"),
 }
 """The functions with which walks begin and end; a walk may be gone several times."""
+LAST = {"checkpoint": ("morph/checkpoint/retention.py",)}
+"""Files that another thread enters at the end of a walk, perhaps when this one has already ended it."""
 WHOLE = {
     "run": ("manager/commands/", "manager/run/", "manager/engine/"),
     "loss": ("manager/controller/shape/", "manager/controller/steps/"),
@@ -54,7 +56,7 @@ class Walks:
         for walk, (begins, ends) in WALKS.items():
             if name == begins:
                 self._under_way.add(walk)
-            if walk in self._under_way:
+            if walk in self._under_way or file in LAST.get(walk, ()):
                 self.files[walk].setdefault(file)
                 if name == ends:
                     self._under_way.discard(walk)
