@@ -10,6 +10,7 @@ more micro-batches than its GPUs cost; then all GPUs together finish no more tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from itertools import permutations, product
 
@@ -38,19 +39,28 @@ def proof(pools: Pools, stocks: Sequence[Stock], best_s: float) -> Callable[[], 
 
     def least_s() -> float:
         """Compute close bounds, which take long, only where rough ones are lower than the least one so far."""
-        schedules = SCHEDULES if request.schedule is None else (request.schedule,)
-        schedules = tuple(dict.fromkeys("varuna" if each == "1f1b" else each for each in schedules))  # equal bounds
         best_ns = least_ns = best_s * 1e9
-        reaches = []
-        for stock in stocks:
-            there = pools.on_nodes(stock.nodes)
-            reaches += [_Reach(there, *way, stock.gpus) for way in product(there.sizes(), schedules)]
+        reaches = [reach for stock in stocks for reach in _reaches(pools, stock)]
         for reach in sorted(reaches, key=lambda each: -each.share(best_ns, rough=True)):
             if reach.share(least_ns * (1 - _NEAR), rough=True) >= 1:
                 least_ns = _least_time_ns(reach, least_ns)
         return least_ns / 1e9
 
     return least_s
+
+
+def may_take(pools: Pools, stock: Stock, time_s: float) -> bool:
+    """Return False if it is certain that no plan on this stock takes this time (s) or less."""
+    if pools.request.jitter_seed is not None or not math.isfinite(time_s):
+        return True
+    return any(reach.share(time_s * 1e9, rough=True) >= 1 for reach in _reaches(pools, stock))
+
+
+def _reaches(pools: Pools, stock: Stock) -> list[_Reach]:
+    given, there = pools.request.schedule, pools.on_nodes(stock.nodes)
+    schedules = SCHEDULES if given is None else (given,)
+    schedules = tuple(dict.fromkeys("varuna" if each == "1f1b" else each for each in schedules))  # equal bounds
+    return [_Reach(there, *way, stock.gpus) for way in product(there.sizes(), schedules)]
 
 
 def _least_time_ns(reach: _Reach, above_ns: float) -> float:

@@ -23,7 +23,7 @@ from simulator.inputs.stock import Stock, usd_per_h_in_use
 from simulator.search.choice import PlanChoice, zone_usd_per_h
 from simulator.search.mixes import LENGTHS, SLOWER, Found, Mixes, cheap_choices
 from simulator.search.pools import Pools
-from simulator.search.proof import proof
+from simulator.search.proof import may_take, proof
 from simulator.search.requested_objective import objective_for
 
 Floats = npt.NDArray[np.float64]
@@ -39,8 +39,6 @@ _ABOUT = 1 + 1e-9
 """A price may be above the budget by this factor, for rounding."""
 _COMPARED = 64
 """At most this many choices of nodes of several GPUs are compared by pipelines planned on their nodes."""
-_GAIN = 0.75
-"""A choice of nodes is not planned if even with this fraction of the estimated time it would not be the best."""
 
 
 def cheapest_equal(pools: Pools, gpus: Sequence[int], prices: Sequence[float], count: int) -> list[Found]:
@@ -253,8 +251,10 @@ class Purchases:
 
     def _planned(self, stock: Stock, most_usd: float) -> list[PlanChoice]:
         found, least = [], math.inf
-        for part, estimated in self.promising(stock, most_usd):
-            if estimated * _GAIN >= least:
+        for part in self.promising(stock, most_usd):
+            usd_per_h = float(np.dot(list(part.kinds.values()), part.usd_per_node(self.request)))
+            most_s = least / (usd_per_h if self.is_cheap else 1)  # if it leaves no node unused: others are for that
+            if part.nodes is not None and not may_take(self.pools, part, most_s):
                 continue
             with contextlib.suppress(PlanError):  # the job, or a requested shape, does not fit on this few GPUs
                 found.append(self._answer(part))
@@ -262,34 +262,34 @@ class Purchases:
                 least = min([least, *map(self._cost, paid)])
         return found
 
-    def promising(self, stock: Stock, most_usd: float) -> list[tuple[Stock, float]]:
-        """Return the most promising nodes within a budget, best first, each with its estimated cost; 0: unknown."""
+    def promising(self, stock: Stock, most_usd: float) -> list[Stock]:
+        """Return the most promising nodes within a budget, best first."""
         numbers, usd_per_node = list(stock.kinds.values()), stock.usd_per_node(self.request)
         choices = _every(numbers) if self.pays_whole else maximal_within(numbers, usd_per_node, most_usd)
         num_gpus = choices @ np.array([size for _, size in stock.kinds])
         needed = (self.request.pipeline_depth or 1) * (self.request.num_replicas or 1)
         choices = choices[(choices @ np.array(usd_per_node) <= most_usd) & (num_gpus >= needed)]
 
-        def nearest(times_s: Floats, most: int) -> tuple[Ints, Floats, Floats]:
+        def nearest(times_s: Floats, most: int) -> tuple[Ints, Floats]:
             usd_per_h = choices @ np.array(usd_per_node)
             costs = times_s * usd_per_h if self.is_cheap else times_s
             order = np.lexsort((choices.sum(axis=1), usd_per_h, costs))
             order = order[np.isfinite(costs[order])][:most]
             if not len(order):  # the job fits on no type alone
                 order = np.linspace(0, len(choices) - 1, min(len(choices), most)).astype(np.int64)
-            return choices[order], times_s[order], costs[order]
+            return choices[order], times_s[order]
 
         most = _CHOICES if stock.nodes is None else _COMPARED
         if len(choices) > most:
             choices = nearest(self._times_alone_s(stock, choices, most), most)[0]
         if stock.nodes is None:
-            return [(stock.part(choice), 0.0) for choice in choices.tolist()]
-        choices, times_s, costs = nearest(self._times_s(stock, choices), most)
+            return [stock.part(choice) for choice in choices.tolist()]
+        choices, times_s = nearest(self._times_s(stock, choices), most)
         kept: list[int] = []
         for place, choice in enumerate(choices):
             if not any((choices[k] <= choice).all() and times_s[k] <= times_s[place] for k in kept):
                 kept.append(place)  # other choices add nodes to a kept one without being faster
-        return [(stock.part(choices[place].tolist()), float(costs[place])) for place in kept[:_CHOICES]]
+        return [stock.part(choices[place].tolist()) for place in kept[:_CHOICES]]
 
     def _times_alone_s(self, stock: Stock, choices: Ints, enough: int) -> Floats:
         """Return a mini-batch's time on each choice, as if each GPU were a node of its own; inf where it is unknown.

@@ -317,6 +317,6 @@ def test_choices_within_a_budget_are_spread_out_where_no_type_alone_has_the_memo
     request = PlanRequest(unequal=True, memory_bytes=1000, usd_per_gpu_hour=1.0, budget_usd_per_h=20.0)
     stock = Stock(("synthetic", "slow"), (20, 20))
     pools = Pools(_in_two_types(memory_bytes=1000), request, stock.names)
-    found = [part.gpus for part, _ in Purchases(pools, request, stock, pytest.fail).promising(stock, 20.0)]
+    found = [part.gpus for part in Purchases(pools, request, stock, pytest.fail).promising(stock, 20.0)]
     assert found[0] != found[-1]
     assert {sum(gpus) for gpus in found} == {20}
