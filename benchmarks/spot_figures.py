@@ -39,7 +39,7 @@ P3_PER_VM_H, BAMBOO_VMS, BAMBOO_HOURS = 0.61, 64, 24
 PUBLISHED_TRAINING = 0.23
 STATES = {
     "training": ((TimeUse.COMPUTE, TimeUse.BUBBLE), "#1d6fa5"),
-    "work done again": ((TimeUse.LOST,), "#ef8354"),
+    TimeUse.LOST.words: ((TimeUse.LOST,), "#ef8354"),
     "restarts and changes of shape": ((TimeUse.MORPH, TimeUse.CHECKPOINT), "#c1443c"),
     "waiting and spare": ((TimeUse.WAITING, TimeUse.WARMING, TimeUse.SPARE), "#d0d0d0"),
 }
@@ -83,7 +83,7 @@ def draw_varuna(outcome: PolicyOutcome, job: SpotJob, png: Path) -> None:
                 lasted.append((moment.time_s, end_s, moment.shape, moment.examples_per_s))
         told_h = -10.0
         for begin_s, end_s, shape, speed in lasted:
-            if end_s - begin_s >= 0.25 * HOUR_S and begin_s / HOUR_S - told_h >= 1.6:
+            if end_s - begin_s >= 0.25 * HOUR_S and begin_s / HOUR_S - told_h >= 3.8:
                 above.annotate(shape, (begin_s / HOUR_S, speed), (2, 5), textcoords="offset points", fontsize=7)
                 told_h = begin_s / HOUR_S
         above.set(ylabel="examples/s", ylim=(0, None), xlim=(0, outcome.hours))

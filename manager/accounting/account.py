@@ -35,7 +35,7 @@ class TimeUse(StrEnum):
 _IN_WORDS = {
     TimeUse.COMPUTE: "computing",
     TimeUse.BUBBLE: "waiting within steps",
-    TimeUse.LOST: "lost work",
+    TimeUse.LOST: "interrupted or undone steps",
     TimeUse.MORPH: "changing shape",
     TimeUse.CHECKPOINT: "last save",
     TimeUse.WAITING: "waiting to train",

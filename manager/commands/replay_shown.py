@@ -88,7 +88,7 @@ def draw(name: str, outcomes: Sequence[PolicyOutcome], path: Path) -> None:
         above.set_title(f"{name}: use of the VMs' time", loc="left", fontsize=12)
         used = [part for part in PARTS if any(outcome.parts_s[part] > 1e-3 * outcome.vm_s for outcome in outcomes)]
         handles = [above.barh([0], [0], color=PARTS[part][0], label=part.words) for part in used]
-        above.legend(handles=handles, ncols=len(used), loc="upper center", bbox_to_anchor=(0.5, -0.2), frameon=False)
+        above.legend(handles=handles, frameon=False, loc="upper left", bbox_to_anchor=(1, 1), fontsize=9)
         plain_axes(above)
         first = outcomes[0]
         same = [outcome for outcome in outcomes if (outcome.trace, outcome.seed) == (first.trace, first.seed)]

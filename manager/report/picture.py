@@ -40,7 +40,7 @@ MEASURED, EXPECTED, LOSS, VMS = BLUE, ORANGE, VIOLET, SKY
 PARTS = {
     TimeUse.COMPUTE: (BLUE, "forward, recompute and backward of steps that count"),
     TimeUse.BUBBLE: (SKY, "the rest of those steps: waiting for others, messages, sums of gradients"),
-    TimeUse.LOST: (RED, "steps that were given up, skipped or run again"),
+    TimeUse.LOST: (RED, "steps that were given up before their end, or undone by a return to an earlier version"),
     TimeUse.MORPH: (ORANGE, "forming another shape"),
     TimeUse.CHECKPOINT: (VIOLET, "the save at the end of the run; earlier saves run beside training"),
     TimeUse.WAITING: (SOFT[7], "ready while no shape trains"),

@@ -91,7 +91,7 @@ def _saved(report: RunReport) -> str:
     """Return the newest checkpoint, the best one, and when the next one is due, as far as these are known."""
     saved = "none" if report.checkpoint_version is None else f"after {counted(report.checkpoint_version, 'step')}"
     if report.best_version is not None:
-        saved += f", the best after {report.best_version}"
+        saved += f", the best after {counted(report.best_version, 'step')}"
     if report.next_save is not None:
         saved += f", the next in {max(0.0, report.next_save.due_s - report.end_s):.0f} s ({report.next_save.why})"
     return saved

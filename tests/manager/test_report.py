@@ -203,9 +203,9 @@ def test_a_run_under_way_can_be_read(tmp_path: Path) -> None:
 
 def test_the_summary_names_shapes_morphs_and_the_loss(tmp_path: Path) -> None:
     _, report = report_on(tmp_path, Faults(deaths_after_s=((6.0, 1),)), 6)
-    text = summarise(report)
+    text = summarise(report.model_copy(update={"best_version": 8}))
     assert "job: finished" in text
-    assert "12 of 12 done, 0 run again; checkpoint: after 12 steps" in text
+    assert "12 of 12 done, 0 run again; checkpoint: after 12 steps, the best after 8 steps\n" in text
     assert "loss: 1.0000 at step 0, 0.0833 at step 11" in text
     assert "shape 2x2" in text
     assert f"pause median {report.morphs[0].pause_ms:.0f} ms" in text
