@@ -17,7 +17,7 @@ import numpy as np
 
 from morph.contract.plan import Schedule
 from simulator.inputs.stock import Stock
-from simulator.search.mixes import knapsack, most_by_prices
+from simulator.search.knapsack import knapsack, most_by_prices
 from simulator.search.pipelines import Reach
 from simulator.search.pools import Pools
 from simulator.search.setting import SCHEDULES

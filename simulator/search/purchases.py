@@ -21,7 +21,8 @@ from simulator.engine.times import Ints
 from simulator.inputs.request import PlanRequest
 from simulator.inputs.stock import Stock, usd_per_h_in_use
 from simulator.search.choice import PlanChoice, zone_usd_per_h
-from simulator.search.mixes import LENGTHS, SLOWER, Found, Mixes, cheap_choices
+from simulator.search.knapsack import LENGTHS, SLOWER, cheap_choices
+from simulator.search.mixes import Found, Mixes
 from simulator.search.pools import Pools
 from simulator.search.proof import proof
 from simulator.search.requested_objective import objective_for

@@ -26,7 +26,9 @@ from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.stage_costs import SectionCosts
 from simulator.engine.compilation import compiled, entry
 from simulator.engine.times import Ints
-from simulator.search.mixes import CHEAPEST, HOPE, Chosen, Effort, Found, Mixes, Search, cheap_choices, most_by_prices
+from simulator.search.knapsack import CHEAPEST, cheap_choices, most_by_prices
+from simulator.search.mix_search import HOPE, Chosen, Effort, Search
+from simulator.search.mixes import Found, Mixes
 from simulator.search.partition import PartitionTable, partition_table
 from simulator.search.pipelines import Floats, Pipelines, Reach
 from simulator.search.setting import Rule, Setting, widest_alike
