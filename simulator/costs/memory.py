@@ -36,12 +36,13 @@ from morph.contract.cluster import MAILBOX_SLOT_BYTES, MAILBOX_SLOTS, RING_PIECE
 from morph.contract.profile import Profile
 from simulator.engine.compilation import compiled, entry
 from simulator.engine.redundant_loop import LAG
+from simulator.engine.times import Ints
 from simulator.inputs.request import MemoryRules
 
-Ints = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 Parts = dict[str, Ints]
 NEVER = 2**62
+"""More than any time (ns) or number of bytes: of what does not fit, or where there is no limit."""
 _MESSAGES_AT_ONCE = 3
 """Messages at each border: two received ahead (the runtime's ``NUM_POSTED``), and one being sent."""
 _UNITS_AT_ONCE = 2

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
 F, R, B = 70, 82, 66
 """ASCII letters of the tasks."""
 ACT, GRAD, EARLY = 0, 1, 2

@@ -12,11 +12,13 @@ from itertools import product
 
 import numpy as np
 
+from simulator.costs.memory import NEVER
 from simulator.engine.compilation import compiled, entry, inlined
-from simulator.engine.times import Ints
-from simulator.search.pipelines import NEVER, Floats, PiecewiseLinear
+from simulator.engine.times import Floats, Ints
+from simulator.search.pipelines import PiecewiseLinear
 
 NEAR = 1e-4
+"""Relative precision of least times and of bounds."""
 _CHEAPER = (0.5, 0.8, 0.95, 0.99, 1.01, 1.05, 1.25, 2.0)
 """Prices are multiplied by each of these to find lower ones."""
 SLOWER, LENGTHS, CHEAPEST = 16.0, 24, 6

@@ -15,15 +15,14 @@ from itertools import chain, product
 
 import numpy as np
 
+from simulator.costs.memory import NEVER
 from simulator.engine.times import Ints
 from simulator.search.knapsack import NEAR, finished, knapsack, least_time_ns
-from simulator.search.pipelines import NEVER, PiecewiseLinear, Pipelines, anchor
+from simulator.search.pipelines import FEW, PiecewiseLinear, Pipelines, anchor
 
 HOPE = 0.5
 """The assumed excess (time over bound, minus 1) of a depth that has not been simulated, as a fraction of the smaller
 excess of the two nearest simulated depths."""
-_ROUNDS = 40
-_FEW = 12
 _ALIKE = 4
 """This many mixes of pipelines of one depth are always simulated."""
 _PLAYS, _FAR = 3, 1.5
@@ -205,7 +204,7 @@ class Search:
             alone_ns, most = pipelines.alone_ns, pipelines.most(depth)
             times_ns: dict[int, int] = {}
             for number in sorted(self.played[group]):
-                is_few = number <= _FEW
+                is_few = number <= FEW
                 others = (max(1, number * 3 // 4), number + 1) if is_few else (number * 3 // 4,)
                 for each in others:
                     if each <= most:
@@ -259,7 +258,7 @@ class Search:
         if high >= NEVER:
             return None
         low = high
-        for _ in range(_ROUNDS):
+        for _ in range(40):
             done, chosen = self.most(high, without)
             if done >= self.total:
                 break

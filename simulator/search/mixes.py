@@ -17,15 +17,18 @@ import numpy as np
 
 from simulator.costs.answer import SimulatedKind, deal
 from simulator.costs.finish import Ended, finish_together
+from simulator.costs.memory import NEVER
 from simulator.costs.outcome import Kind, ShapeOutcome, together
 from simulator.costs.reductions import Rings, rings
 from simulator.search.knapsack import least_time_ns
 from simulator.search.mix_search import Chosen, Group, Lines, Search
 from simulator.search.moves import neighbours
-from simulator.search.pipelines import NEVER, PiecewiseLinear, Pipelines, Stages
+from simulator.search.pipelines import PiecewiseLinear, Pipelines, Stages
 
 _ROUNDS = 40
+"""The cuts of a mix, or its shares of micro-batches, are improved at most this often in a row."""
 _EXACT: tuple[Stages, ...] = ("even", "best")
+"""The ways to choose stages that are tried for a mix once its shares are settled; both are timed as they run."""
 
 
 @dataclass(frozen=True)

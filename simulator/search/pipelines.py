@@ -17,27 +17,26 @@ import numpy.typing as npt
 
 from morph.contract.plan import Schedule
 from simulator.costs.finish import Ended, optimizer_ns
+from simulator.costs.memory import NEVER
 from simulator.costs.stage_costs import StageCosts
-from simulator.engine.times import Ints
+from simulator.engine.times import Floats, Ints
 from simulator.search.setting import Setting
 from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
 
-NEVER = 2**62
-Floats = npt.NDArray[np.float64]
 Stages = Literal["rough", "even", "best"] | tuple[int, ...]
 """How thoroughly the stages of a pipeline are chosen and timed.
 
 "rough": the most even cut with the best of three windows, timed as planned; "even": the same stages, timed as they run;
 "best": the best cut and windows that the search finds; first sections of stages: the best windows of this cut.
 """
-_EXACT = 12
+FEW = 12
 """Up to this number of micro-batches, windows are chosen for each number separately."""
 
 
 def anchor(num_micro_batches: int) -> int:
     """Return the number for which windows are chosen: a small one itself, others rounded up, to four per doubling."""
-    if num_micro_batches <= _EXACT:
+    if num_micro_batches <= FEW:
         return num_micro_batches
     step = 1 << ((num_micro_batches - 1).bit_length() - 3)
     return -(-num_micro_batches // step) * step

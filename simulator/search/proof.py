@@ -17,13 +17,10 @@ import numpy as np
 
 from morph.contract.plan import Schedule
 from simulator.inputs.stock import Stock
-from simulator.search.knapsack import knapsack, most_by_prices
+from simulator.search.knapsack import NEAR, knapsack, most_by_prices
 from simulator.search.pipelines import Reach
 from simulator.search.pools import Pools
 from simulator.search.setting import SCHEDULES
-
-_NEAR = 1e-4
-"""Relative precision of the bound."""
 
 
 def proof(pools: Pools, stocks: Sequence[Stock], best_s: float) -> Callable[[], float] | None:
@@ -46,7 +43,7 @@ def proof(pools: Pools, stocks: Sequence[Stock], best_s: float) -> Callable[[], 
             there = pools.on_nodes(stock.nodes)
             reaches += [_Reach(there, *way, stock.gpus) for way in product(there.sizes(), schedules)]
         for reach in sorted(reaches, key=lambda each: -each.share(best_ns, rough=True)):
-            if reach.share(least_ns * (1 - _NEAR), rough=True) >= 1:
+            if reach.share(least_ns * (1 - NEAR), rough=True) >= 1:
                 least_ns = _least_time_ns(reach, least_ns)
         return least_ns / 1e9
 
@@ -55,9 +52,9 @@ def proof(pools: Pools, stocks: Sequence[Stock], best_s: float) -> Callable[[], 
 
 def _least_time_ns(reach: _Reach, above_ns: float) -> float:
     low, high = 0.0, above_ns
-    if reach.share(high * (1 - _NEAR)) < 1:
+    if reach.share(high * (1 - NEAR)) < 1:
         return above_ns
-    while high - low > _NEAR * high:
+    while high - low > NEAR * high:
         middle = (low + high) / 2
         low, high = (low, middle) if reach.share(middle) >= 1 else (middle, high)
     return low

@@ -25,12 +25,12 @@ from simulator.costs.memory import NEVER
 from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.stage_costs import SectionCosts
 from simulator.engine.compilation import compiled, entry
-from simulator.engine.times import Ints
+from simulator.engine.times import Floats, Ints
 from simulator.search.knapsack import CHEAPEST, cheap_choices, most_by_prices
 from simulator.search.mix_search import HOPE, Chosen, Effort, Search
 from simulator.search.mixes import Found, Mixes
 from simulator.search.partition import PartitionTable, partition_table
-from simulator.search.pipelines import Floats, Pipelines, Reach
+from simulator.search.pipelines import Pipelines, Reach
 from simulator.search.setting import Rule, Setting, widest_alike
 from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
@@ -39,8 +39,6 @@ _MANY_PLACES = 2_500
 """If two types have more pairs of numbers of GPUs, only splits that finish more than others on as many are tried."""
 _LONG = 8
 """From this many micro-batches for each stage on, three windows are enough for an approximate time."""
-_NEAR = 1e-3
-_ROUNDS = 60
 
 
 class Split(NamedTuple):
@@ -360,7 +358,7 @@ class TwoTypes:
     def _least_time(self, search: Search, pair: tuple[int, int]) -> float:
         """Return the least time (ns) for all micro-batches, by the bounds or estimates of a search; inf: never."""
         high = float(self.splits_of(*pair, (1, 1)).fill_ns.min())
-        for _ in range(_ROUNDS):
+        for _ in range(60):
             if self._done(search, pair, high) >= self.total:
                 break
             high *= 2
@@ -369,7 +367,7 @@ class TwoTypes:
         low = high / 2
         while self._done(search, pair, low) >= self.total:
             low, high = low / 2, low
-        while high - low > _NEAR * high:
+        while high - low > 1e-3 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self._done(search, pair, middle) >= self.total else (middle, high)
         return high
