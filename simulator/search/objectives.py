@@ -29,10 +29,9 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from morph.contract import ranges
-from simulator.engine.times import Floats, Ints
+from simulator.engine.times import Flags, Floats, Ints
 from simulator.inputs.request import PlanRequest
 
 Shape = tuple[int, int]
@@ -141,7 +140,7 @@ class _Living:
     chances: Floats
     rates: Floats
     used: Ints
-    grows: npt.NDArray[np.bool_]
+    grows: Flags
 
 
 @dataclass(frozen=True)

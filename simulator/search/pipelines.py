@@ -13,13 +13,12 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from morph.contract.plan import Schedule
 from simulator.costs.finish import Ended, optimizer_ns
 from simulator.costs.memory import NEVER
 from simulator.costs.stage_costs import StageCosts
-from simulator.engine.times import Floats, Ints
+from simulator.engine.times import Flags, Floats, Ints
 from simulator.search.setting import Setting
 from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
@@ -204,7 +203,7 @@ class Reach:
         self.fill_ns, self.commit_ns, self.total, self.num_sections = fill_ns, commit_ns, total, num_sections
         self._paces_ns, self._few, (lone, flushed) = paces_ns, paces_ns(1), paces_ns(total)
         self.lone_fits = np.any(lone < NEVER, axis=0)
-        self.fits: npt.NDArray[np.bool_] = np.any((self._few[0] < NEVER) | (lone < NEVER), axis=0)
+        self.fits: Flags = np.any((self._few[0] < NEVER) | (lone < NEVER), axis=0)
         through = np.maximum(fill_ns + (total - 1) * lone, total * flushed)
         self._lone_ns: Floats = np.where(lone < NEVER, commit_ns + through, math.inf).min(axis=0)
 

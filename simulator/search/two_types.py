@@ -16,7 +16,6 @@ from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from morph.contract.plan import Schedule
 from simulator.costs.answer import deal
@@ -25,7 +24,7 @@ from simulator.costs.memory import NEVER
 from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.stage_costs import SectionCosts
 from simulator.engine.compilation import compiled, entry
-from simulator.engine.times import Floats, Ints
+from simulator.engine.times import Flags, Floats, Ints
 from simulator.search.knapsack import CHEAPEST, cheap_choices, most_by_prices
 from simulator.search.mix_search import HOPE, Chosen, Effort, Search
 from simulator.search.mixes import Found, Mixes
@@ -153,7 +152,7 @@ class SplitSetting(Setting):
     def sections_at(self, boundaries: Sequence[int]) -> SectionCosts:
         return self.border.sections_at(int(boundaries[self.split.num_first]))
 
-    def by_sections(self, cuts: Ints) -> Iterator[tuple[SectionCosts, slice | npt.NDArray[np.bool_]]]:
+    def by_sections(self, cuts: Ints) -> Iterator[tuple[SectionCosts, slice | Flags]]:
         for border in np.unique(cuts[:, self.split.num_first]).tolist():
             yield self.border.sections_at(border), cuts[:, self.split.num_first] == border
 
