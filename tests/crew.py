@@ -1,24 +1,11 @@
-"""Workers on this machine, managed order by order by ``Crew``, or by the live driver in ``ManagedCrew``.
-
-A worker lives in a process that is forked here, or in a thread of this one; there is no Ray and there are no VMs.
-"""
+"""Workers that are managed order by order by ``Crew``, or by the live driver in ``ManagedCrew``; no Ray, and no VMs."""
 
 from __future__ import annotations
 
-import multiprocessing
-import multiprocessing.util
-import os
-import signal
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from concurrent.futures import wait as wait_for_futures
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
-from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for_connections
 from pathlib import Path
 from typing import Any
@@ -42,9 +29,7 @@ from morph.contract.faults import Fault
 from morph.contract.messages import (
     CommitOrder,
     Committed,
-    Failed,
     HandedCut,
-    Heartbeat,
     PreCopyOrder,
     Prepared,
     Reshaped,
@@ -58,262 +43,14 @@ from morph.contract.messages import (
 )
 from morph.contract.plan import Plan
 from morph.contract.rules import Rules
-from morph.contract.salvage import counted_in
 from morph.jobs.snapshot import collect, pack
-from morph.runtime.attendants.pre_copies import PreCopyLane
-from morph.runtime.attendants.wire import Frame
 from morph.runtime.groups.store import StoreHost
-from tests.device.worker_device import HERE, use_fake_device
+from tests.members import SETUP_S, Footprint, Member
 from tests.system.harness import JOB, TinyJob
-from tests.waiting import BOUND_S, PATIENCE, START_S, poll_until
+from tests.waiting import BOUND_S, START_S, poll_until
 
-FORKS = multiprocessing.get_context("forkserver")
-"""Imports a worker's modules once, so that members start without delay; separate processes would import for seconds."""
-FORKS.set_forkserver_preload(["tests.runtime.ready_to_fork"])
-if len(tempfile.gettempdir()) > 60:  # the server's socket has no room below it
-    tempfile.tempdir = "/tmp"
-    multiprocessing.util.get_temp_dir()  # which is kept
-    tempfile.tempdir = None
 LOOPBACK = "127.0.0.1"
-SETUP_S = 300.0 * PATIENCE
 BEATS_EVERY_S = 0.05
-
-
-@dataclass(frozen=True)
-class Footprint:
-    """The kernel resources of a worker's process."""
-
-    num_threads: int
-    num_descriptors: int
-
-
-def _fixed(exponent: int, _num_contributions: int) -> int:
-    return exponent
-
-
-def _arm(worker: Any, faults: tuple[Fault, ...], slow_s: float) -> None:
-    """Add faults to a worker, and let it compute only while no copy of its sums is under way.
-
-    ``slow_s``: instead of that, transferring each unit's state to a follower takes this time.
-    """
-    plan, computes = worker._faults, threading.main_thread()
-
-    def reach(phase: str, step: int | None = None) -> None:
-        stream = worker._followers._outgoing
-        if slow_s and phase in ("send_ahead", "receive_ahead"):
-            time.sleep(slow_s)
-        elif not slow_s and stream is not None and threading.current_thread() is computes:
-            if stream._connection is not None:  # when this has arrived, everything before it has been handled
-                stream._put(Frame({"kind": "follows"}, {}))
-            deadline_s = time.monotonic() + BOUND_S
-            while stream.error is None and (stream._queue or stream._sending) and time.monotonic() < deadline_s:
-                time.sleep(0.001)
-        type(plan).reach(plan, phase, step)
-
-    plan._faults += faults
-    plan.reach = reach
-
-
-def _num_copied(worker: Any, sender: str, step: int) -> int:
-    """Return the number of micro-batches in a worker's copy of another worker's sums."""
-    of, parts = worker._followers._copies.get(sender, (-1, []))
-    return max(
-        (mask.bit_count() for part in parts for mask in counted_in(part.total).values() if of == step), default=0
-    )
-
-
-def _data_workers(worker: Any) -> tuple[tuple[int, ...], int]:
-    """Wait until a worker's data workers can read; return their ids and the number of micro-batches it read itself."""
-    workload = worker._workload
-    found, loader = workload._data_workers, workload._loader
-    if found is None:
-        return (), 0
-    poll_until(lambda: found._hear(0.0) or all(reader.ready for reader in found._readers), "data workers")
-    if not hasattr(loader, "num_own"):
-        loader.num_own, made = 0, loader._made
-
-        def counted(place: tuple[int, int], keys: list[str]) -> Any:
-            loader.num_own += place not in loader._samples
-            return made(place, keys)
-
-        loader._made = counted
-    return found.pids, loader.num_own
-
-
-def _heartbeat_of_none(wait_s: float) -> Heartbeat:
-    """Answer a heartbeat of a worker that is not set up yet."""
-    time.sleep(min(wait_s, 0.2))
-    return Heartbeat(worker="")
-
-
-def _serve(orders: Connection, control: Connection) -> None:
-    """Run a worker's process: orders in this thread, control messages in another."""
-    from morph.runtime.process.worker import Worker, set_up
-    from morph.runtime.state import unit_state
-
-    workers: list[Worker] = []
-    first_exponent = unit_state.first_exponent
-
-    def footprint() -> Footprint:
-        return Footprint(len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd")))  # noqa: PTH208
-
-    def serve_control() -> None:
-        commands: dict[str, Callable[..., Any]] = {
-            "abort": lambda generation: workers[-1].abort(generation) if workers else None,
-            "heartbeat": lambda wait_s: workers[-1].heartbeat(wait_s) if workers else _heartbeat_of_none(wait_s),
-            "ahead": lambda order: workers[-1].ahead(order),
-            "footprint": footprint,
-            "arm": lambda faults, slow_s: _arm(workers[-1], faults, slow_s),
-            "counted": lambda: getattr(workers[-1]._training.sums._running, "_num_counted", 0),
-            "copied": lambda sender, step: _num_copied(workers[-1], sender, step),
-            "ends": lambda: [type(one).__name__ for one in workers[-1]._generation.mailboxes.values()],  # type: ignore[union-attr]
-            "staged_bytes": lambda: 0 if HERE.device is None else HERE.device.copied_bytes,
-            "live_at_release": lambda: [] if HERE.device is None else HERE.device.live_at_release,
-            "launches": lambda: [] if HERE.nccl is None else HERE.nccl.launches,
-            "waiting": lambda: bool(workers[-1]._interrupt._condition._waiters),  # type: ignore[attr-defined]
-        }
-        while True:
-            name, arguments = control.recv()
-            control.send(commands[name](*arguments))
-
-    threading.Thread(target=serve_control, daemon=True).start()
-    while True:
-        name, arguments = orders.recv()
-        if name == "first_exponent":
-            (wanted,) = arguments
-            unit_state.first_exponent = partial(_fixed, wanted) if wanted is not None else first_exponent
-            orders.send(None)
-            continue
-        if name == "fake_device":
-            use_fake_device(*arguments)
-            orders.send(None)
-            continue
-        if name == "data_workers":
-            orders.send(_data_workers(workers[-1]))
-            continue
-        if name == "setup":  # a worker is set up only once
-            for before in workers:
-                # otherwise garbage collection waits for operations of the worker's groups
-                if before._generation is not None:
-                    before._reaper.reap(before._generation.groups)
-                if beside := getattr(before._workload, "_data_workers", None):
-                    beside.close()
-            if HERE.device is not None:  # a setup cannot name this device
-                arguments = (arguments[0].model_copy(update={"device": HERE.device.kind.type}),)
-            made = set_up(*arguments)
-            if isinstance(made, Failed):
-                orders.send(made)
-                continue
-            workers[:] = [made]
-        orders.send(getattr(workers[-1], name)(*arguments))
-
-
-class Member:
-    """One worker's process, as its manager sees it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.orders, orders = FORKS.Pipe()
-        self._control, control = FORKS.Pipe()
-        self._in_use = threading.Lock()
-        self.process = FORKS.Process(target=_serve, args=(orders, control), name=name, daemon=True)
-        self.process.start()
-        orders.close()
-        control.close()
-
-    def send(self, method: str, *arguments: object) -> None:
-        """Send an order; ``answer`` returns the result."""
-        self.orders.send((method, arguments))
-
-    def answer(self, timeout_s: float = BOUND_S) -> Any:
-        """Return the answer to the last order, within ``timeout_s``."""
-        return _receive(self.orders, f"an answer of {self.name}", timeout_s)
-
-    @property
-    def has_answered(self) -> bool:
-        return self.orders.poll()
-
-    def control(self, command: str, *arguments: object) -> Any:
-        """Run a command on the control lane."""
-        with self._in_use:
-            self._control.send((command, arguments))
-            return _receive(self._control, f"{self.name}'s control lane", BOUND_S)
-
-    def stop(self) -> None:
-        """Stop the process as if its machine hung: its connections stay open."""
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGSTOP)
-
-    def resume(self) -> None:
-        assert self.process.pid is not None
-        os.kill(self.process.pid, signal.SIGCONT)
-
-    def end(self) -> None:
-        self.process.kill()
-        self.process.join(BOUND_S)
-        self.process.close()
-        self.orders.close()
-        self._control.close()
-
-
-class ThreadMember:
-    """One worker in a thread of this process, as its manager sees it."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._thread = ThreadPoolExecutor(1, name)
-        self._answer: Future[Any]
-
-    def send(self, method: str, *arguments: object) -> None:
-        self._answer = self._thread.submit(self.carry_out, method, *arguments)
-        if method == "setup":  # a process imports and cuts one job at a time
-            wait_for_futures([self._answer], SETUP_S)
-
-    def carry_out(self, method: str, *arguments: object) -> Any:
-        from morph.runtime.process.worker import set_up
-
-        if method == "setup":  # a worker is set up only once; files on disk, as others in this process import them, too
-            arguments = (arguments[0].model_copy(update={"code": None}),)  # type: ignore[attr-defined]
-            made = set_up(*arguments)
-            if isinstance(made, Failed):
-                return made
-            self.worker: Any = made
-        return getattr(self.worker, method)(*arguments)
-
-    def answer(self, timeout_s: float = BOUND_S) -> Any:
-        return self._answer.result(timeout_s)
-
-    def control(self, command: str, *arguments: object) -> Any:
-        """Run a command on the control lane."""
-        return getattr(self.worker, command)(*arguments)
-
-    def end(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
-
-
-def _receive(connection: Connection, what: str, timeout_s: float) -> Any:
-    if not connection.poll(timeout_s):
-        raise TimeoutError(f"waited {timeout_s:g} s for {what}")
-    return connection.recv()
-
-
-def wait_for_updates(lane: PreCopyLane, most: int) -> None:
-    """Wait until at most ``most`` updates remain to be sent, because a stream that falls further behind is given up."""
-    poll_until(lambda: all(stream._unsent_updates <= most for stream in lane._outgoing), "updates to leave")
-
-
-def worker_setup(job: TinyJob, worker: str, store: StoreHost, **fields: object) -> WorkerSetup:
-    values: dict[str, object] = {
-        "worker": worker,
-        "fingerprint": job.fingerprint,
-        "num_sections": job.num_sections,
-        "micro_batch_size": job.micro_batch_size,
-        "store_host": LOOPBACK,
-        "store_port": store.port(),
-        "listen_host": LOOPBACK,
-        "secret": "of the run",
-    }
-    return WorkerSetup.model_validate(values | fields)
 
 
 class Crew:
@@ -509,59 +246,6 @@ class Crew:
             member.end()
 
 
-def taking_part(order: ReshapeOrder) -> list[str]:
-    """Return all workers that get an order: those with a slot, and those that send units or sums."""
-    names = dict.fromkeys(slot.worker for slot in order.slots)
-    names |= dict.fromkeys(source.peer for source in order.sources if source.peer)
-    if order.salvage is not None:
-        names |= dict.fromkeys(entry.holder for entry in order.salvage.sums)
-    return list(names)
-
-
-def workers_of(shape: str, names: Sequence[str]) -> Sequence[str]:
-    """Return as many of the names as the shape ``"PxD"`` needs."""
-    depth, replicas = map(int, shape.split("x"))
-    return names[: depth * replicas]
-
-
-def check_that_morphs_leave_nothing(crew: Crew, names: Sequence[str]) -> None:
-    """Check that eight more morphs of four workers leave no more threads and open files than the first four do."""
-    shapes = ("2x2", "1x3", "4x1", "1x2")
-
-    def footprints() -> list[Footprint]:
-        return [member.control("footprint") for member in crew.members.values()]
-
-    def morph(times: int) -> None:
-        for shape in shapes * times:
-            crew.reshape(shape, names)
-            crew.train(crew.version + 1)
-
-    def no_more_than(before: list[Footprint]) -> bool:
-        return all(
-            now.num_threads <= then.num_threads and now.num_descriptors <= then.num_descriptors
-            for now, then in zip(footprints(), before, strict=True)
-        )
-
-    def let_go() -> None:
-        for name in names:  # a generation of one worker has no groups, so the old ones are closed
-            crew.begin()
-            crew.reshape("1x1", [name])
-
-    morph(1)
-    let_go()
-    settled: list[list[Footprint]] = []
-
-    def settles() -> bool:
-        settled.append(footprints())
-        return len(settled) > 20 and all(entry == settled[-1] for entry in settled[-20:])
-
-    poll_until(settles, "the groups of the first morphs to be closed")
-    crew.begin()
-    morph(2)
-    let_go()
-    poll_until(lambda: no_more_than(settled[-1]), f"threads and files to go down to {settled[-1]}")
-
-
 class ManagedCrew:
     """The ``Pool`` of a live driver; its processes are used again under other names after a run.
 
@@ -755,3 +439,70 @@ class ManagedCrew:
             self._event_queue.put(WorkerLost(worker=worker, cause="killed"))
             return
         self._event_queue.put(WorkerAnswered(worker=worker, answer=answer))
+
+
+def taking_part(order: ReshapeOrder) -> list[str]:
+    """Return all workers that get an order: those with a slot, and those that send units or sums."""
+    names = dict.fromkeys(slot.worker for slot in order.slots)
+    names |= dict.fromkeys(source.peer for source in order.sources if source.peer)
+    if order.salvage is not None:
+        names |= dict.fromkeys(entry.holder for entry in order.salvage.sums)
+    return list(names)
+
+
+def workers_of(shape: str, names: Sequence[str]) -> Sequence[str]:
+    """Return as many of the names as the shape ``"PxD"`` needs."""
+    depth, replicas = map(int, shape.split("x"))
+    return names[: depth * replicas]
+
+
+def check_that_morphs_leave_nothing(crew: Crew, names: Sequence[str]) -> None:
+    """Check that eight more morphs of four workers leave no more threads and open files than the first four do."""
+    shapes = ("2x2", "1x3", "4x1", "1x2")
+
+    def footprints() -> list[Footprint]:
+        return [member.control("footprint") for member in crew.members.values()]
+
+    def morph(times: int) -> None:
+        for shape in shapes * times:
+            crew.reshape(shape, names)
+            crew.train(crew.version + 1)
+
+    def no_more_than(before: list[Footprint]) -> bool:
+        return all(
+            now.num_threads <= then.num_threads and now.num_descriptors <= then.num_descriptors
+            for now, then in zip(footprints(), before, strict=True)
+        )
+
+    def let_go() -> None:
+        for name in names:  # a generation of one worker has no groups, so the old ones are closed
+            crew.begin()
+            crew.reshape("1x1", [name])
+
+    morph(1)
+    let_go()
+    settled: list[list[Footprint]] = []
+
+    def settles() -> bool:
+        settled.append(footprints())
+        return len(settled) > 20 and all(entry == settled[-1] for entry in settled[-20:])
+
+    poll_until(settles, "the groups of the first morphs to be closed")
+    crew.begin()
+    morph(2)
+    let_go()
+    poll_until(lambda: no_more_than(settled[-1]), f"threads and files to go down to {settled[-1]}")
+
+
+def worker_setup(job: TinyJob, worker: str, store: StoreHost, **fields: object) -> WorkerSetup:
+    values: dict[str, object] = {
+        "worker": worker,
+        "fingerprint": job.fingerprint,
+        "num_sections": job.num_sections,
+        "micro_batch_size": job.micro_batch_size,
+        "store_host": LOOPBACK,
+        "store_port": store.port(),
+        "listen_host": LOOPBACK,
+        "secret": "of the run",
+    }
+    return WorkerSetup.model_validate(values | fields)

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any
 
-from tests.crew import FORKS
 from tests.forked_scripts import begin
+from tests.members import FORKS
 from tests.waiting import BOUND_S
 
 

@@ -32,7 +32,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from manager.engine.local_vms import host_line
-from tests.crew import FORKS
+from tests.members import FORKS
 from tests.waiting import BOUND_S
 
 HOST = "manager.engine.on_processes.process_host"

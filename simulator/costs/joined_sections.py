@@ -12,14 +12,12 @@ from functools import cached_property
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from simulator.costs.memory import NEVER, Parts, StageMemory, running_sums
 from simulator.costs.stage_costs import LinkCosts, SectionCosts
-from simulator.engine.times import Ints
+from simulator.engine.times import Flags, Ints
 from simulator.inputs.transfer import AllReduce, JoinedAllReduce, OneAllReduce
 
-Flags = npt.NDArray[np.bool_]
 _SUMS = ("forward_sum_ns", "backward_sum_ns", "optimizer_sum_ns")
 
 

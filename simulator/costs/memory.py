@@ -30,18 +30,17 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from morph.contract.cluster import MAILBOX_SLOT_BYTES, MAILBOX_SLOTS, RING_PIECE_BYTES, RING_PIECES
 from morph.contract.profile import Profile
 from simulator.engine.compilation import compiled, entry
 from simulator.engine.redundant_loop import LAG
+from simulator.engine.times import Flags, Ints
 from simulator.inputs.request import MemoryRules
 
-Ints = npt.NDArray[np.int64]
-Flags = npt.NDArray[np.bool_]
 Parts = dict[str, Ints]
 NEVER = 2**62
+"""More than any time (ns) or number of bytes: of what does not fit, or where there is no limit."""
 _MESSAGES_AT_ONCE = 3
 """Messages at each border: two received ahead (the runtime's ``NUM_POSTED``), and one being sent."""
 _UNITS_AT_ONCE = 2
@@ -153,9 +152,7 @@ class StageMemory:
 
     # ---- of stages ----
 
-    def device_bytes(
-        self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], live: Ints | int = 0
-    ) -> Ints:
+    def device_bytes(self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int = 0) -> Ints:
         """Return the stages' memory at their peak, without allocator and context."""
         if "tables" not in vars(self) and not np.any(live):  # only searches compute tables
             moments = self.moments(begin, end, window, recompute)
@@ -172,7 +169,7 @@ class StageMemory:
         begin: Ints,
         end: Ints,
         window: Ints,
-        recompute: npt.NDArray[np.bool_],
+        recompute: Flags,
         live: Ints | int,
         more: Ints | int = 0,
     ) -> Ints:
@@ -203,9 +200,7 @@ class StageMemory:
         taken, stored = _tabulate_groups(alone, self.stored, np.array(sizes, np.int64))
         return taken + (self.tables[0] - alone), stored
 
-    def fitting_sizes(
-        self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], usable: int
-    ) -> Ints:
+    def fitting_sizes(self, begin: Ints, end: Ints, window: Ints, recompute: Flags, usable: int) -> Ints:
         """Return for each stage the size of groups with which it fits; 0 where it needs none, or none suffices.
 
         It is the largest such size, with which most of the recompute overlaps the wait for the gradient. On the last
@@ -222,12 +217,12 @@ class StageMemory:
             group_sizes[short] = np.where(fits.any(0), sizes[places], 0)
         return group_sizes
 
-    def base(self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool) -> Ints:
+    def base(self, begin: Ints, end: Ints, recompute: Flags | bool) -> Ints:
         """Return the memory while a stage computes, without that of micro-batches in flight."""
         again, kept, _ = self.tables
         return np.where(recompute, again[begin, end], kept[begin, end])
 
-    def each(self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool) -> Ints:
+    def each(self, begin: Ints, end: Ints, recompute: Flags | bool) -> Ints:
         """Return the memory of each micro-batch in flight."""
         held = np.where(recompute, 0, self.activations[end] - self.activations[begin])
         taken: Ints = self.stored[begin] + held
@@ -253,7 +248,7 @@ class StageMemory:
         return parts
 
     def moments(
-        self, begin: Ints, end: Ints, window: Ints, recompute: npt.NDArray[np.bool_], live: Ints | int = 0
+        self, begin: Ints, end: Ints, window: Ints, recompute: Flags, live: Ints | int = 0
     ) -> Mapping[str, Parts]:
         """Return the parts of the device's memory by moment, without allocator and context."""
         held = np.where(recompute, 0, (window - 1) * (self.activations[end] - self.activations[begin]))
@@ -299,7 +294,7 @@ class StageMemory:
         return whole
 
     def most_windows(
-        self, begin: Ints, end: Ints, recompute: npt.NDArray[np.bool_] | bool, usable: int, *, grouped: bool = True
+        self, begin: Ints, end: Ints, recompute: Flags | bool, usable: int, *, grouped: bool = True
     ) -> Ints:
         """Return the largest window of each stage within so many bytes of tensors; below 1: none; 2**62: any."""
         most = _most(usable - self.base(begin, end, recompute), self.each(begin, end, recompute))

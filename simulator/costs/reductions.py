@@ -21,14 +21,11 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from morph.contract.plan import reduction_rounds
 from morph.contract.profile import Profile
-from simulator.engine.times import Ints
+from simulator.engine.times import Floats, Ints
 from simulator.inputs.transfer import AnyAllReduce, SlowestAllReduce
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)

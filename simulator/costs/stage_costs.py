@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-import numpy.typing as npt
 
 from morph.contract.errors import PlanError
 from morph.contract.plan import Schedule
@@ -15,13 +14,12 @@ from morph.contract.profile import LinkProfile, Profile
 from simulator.costs.memory import StageMemory, redundant_parts, running_sums, spans
 from simulator.costs.reductions import Reductions, reduced_units, reductions
 from simulator.engine.schedules import recomputes
-from simulator.engine.times import Ints, StageTimes
+from simulator.engine.times import Floats, Ints, StageTimes
 from simulator.inputs.jitter import MeanJitter
 from simulator.inputs.layout import Layout, lone_workers
 from simulator.inputs.request import MemoryRules
 from simulator.inputs.transfer import AllReduce, Curve, OneAllReduce, send_curve, whole_ns
 
-Floats = npt.NDArray[np.float64]
 _MOST_MICRO_BATCHES = 2**20
 _MOST_TASKS = 3 * 10**7
 """The most tasks of a kind in all simulated mini-batches: 100 sections of 300,000 micro-batches."""

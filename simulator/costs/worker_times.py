@@ -5,16 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from simulator.costs.memory import next_activations
 from simulator.costs.stage_costs import StageCosts
 from simulator.engine.execution import ShapeTimes
-from simulator.engine.times import Ints, StageTimes
+from simulator.engine.times import Floats, Ints, StageTimes
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.jitter import JitterDraw, MeanJitter
 
-Floats = npt.NDArray[np.float64]
 _TASKS = ("forward", "recompute", "backward")
 _MESSAGES = ("activation", "gradient")
 

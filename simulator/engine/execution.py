@@ -23,7 +23,7 @@ import numpy.typing as npt
 
 from morph.contract.errors import PlanError
 from simulator.engine.execution_loop import CHANNEL, SHARE_UNIT, STAGE_PROGRESS, execution_loop
-from simulator.engine.times import Ints, Played, StageTimes
+from simulator.engine.times import Flags, Ints, Played, StageTimes
 
 Letters = npt.NDArray[np.uint8]
 _NEVER = 2**62
@@ -53,7 +53,7 @@ class ShapeTimes:
     activation_wire_ns: Ints
     gradient_wire_ns: Ints
     node: Ints
-    recompute: npt.NDArray[np.bool_]
+    recompute: Flags
     share_links: bool = False
     redundant_forward_ns: Ints | None = None
     redundant_backward_ns: Ints | None = None
@@ -217,7 +217,7 @@ def _channels(times: ShapeTimes) -> tuple[npt.NDArray[np.void], Ints, Ints, Ints
 @lru_cache(maxsize=8)  # for thousands of GPUs each entry takes megabytes
 def _wiring(
     shape: tuple[int, int], nodes: bytes, copies: bool, share_links: bool
-) -> tuple[npt.NDArray[np.void], npt.NDArray[np.bool_], Ints, Ints]:
+) -> tuple[npt.NDArray[np.void], Flags, Ints, Ints]:
     """Return channels in their initial state, which of them share a link, and by node those that leave and enter it.
 
     Cached, because a search plays shapes with the same nodes thousands of times; the results must not be changed.

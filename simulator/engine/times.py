@@ -9,6 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 Ints = npt.NDArray[np.int64]
+Floats = npt.NDArray[np.float64]
+Flags = npt.NDArray[np.bool_]
 F, R, B = 70, 82, 66
 """ASCII letters of the tasks."""
 ACT, GRAD, EARLY = 0, 1, 2
@@ -58,7 +60,7 @@ class StageTimes:
     activation_ns: Ints
     gradient_ns: Ints
     window: Ints
-    recompute: npt.NDArray[np.bool_]
+    recompute: Flags
     activation_wire_ns: Ints | None = None
     gradient_wire_ns: Ints | None = None
 

@@ -6,8 +6,6 @@ from morph.contract import ranges
 from morph.contract.errors import PlanError
 from morph.contract.profile import Profile
 
-KNEE = 0.05
-
 
 def num_micro_batches(profile: Profile, micro_batch_size: int) -> int:
     """Return N = M / m. Raises PlanError if M is not divisible by m; the message names the measured m that divide M."""
@@ -55,7 +53,7 @@ def knee_micro_batch_size(profile: Profile, wanted: int | None = None) -> int:
     sizes = possible_micro_batch_sizes(profile, wanted)
     per_sample = [sum(section.forward[m].median_s for section in profile.sections) / m for m in sizes]
     knee = 0
-    while knee + 1 < len(sizes) and per_sample[knee + 1] < (1 - KNEE) * per_sample[knee]:
+    while knee + 1 < len(sizes) and per_sample[knee + 1] < 0.95 * per_sample[knee]:
         knee += 1
     return sizes[knee]
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 
+from simulator.costs.memory import NEVER
 from simulator.costs.stage_costs import StageCosts, link_times
 from simulator.engine.schedules import recomputes
 from simulator.engine.times import Ints
 from simulator.inputs.conditions import Conditions
-
-_NEVER = 2**62
 
 
 def neighbours(boundaries: tuple[int, ...], num_sections: int, *, rows: bool = False) -> Ints:
@@ -56,7 +55,7 @@ def moved_bounds_ns(
     busy = np.maximum(busy, ((most - 1) // np.maximum(1, windows) + 1) * trip)
     optimizer = sections.optimizer_sum_ns[end] - sections.optimizer_sum_ns[cuts]
     bounds: Ints = (head + busy + tail).max(axis=1) + sections.commit_ns + optimizer.max(axis=1)
-    return np.where((windows >= 1).all(axis=1), bounds, _NEVER)
+    return np.where((windows >= 1).all(axis=1), bounds, NEVER)
 
 
 def _exposed_ns(costs: StageCosts, cuts: Ints, num_replicas: int, conditions: Conditions) -> Ints:

@@ -20,7 +20,8 @@ from simulator.costs.stage_costs import StageCosts, stage_costs
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.layout import Layout, placed
 from simulator.inputs.placement import Placement, place_pipelines
-from simulator.search.mixes import Chosen, Effort, Found, Mixes
+from simulator.search.mix_search import Chosen, Effort
+from simulator.search.mixes import Found, Mixes
 from simulator.search.pipelines import Pipelines, Stages
 from simulator.search.pools import Pools
 from simulator.search.sweep import Sweep

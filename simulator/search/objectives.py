@@ -29,20 +29,20 @@ from functools import cached_property
 from typing import Protocol
 
 import numpy as np
-import numpy.typing as npt
 
 from morph.contract import ranges
+from simulator.engine.times import Flags, Floats, Ints
 from simulator.inputs.request import PlanRequest
 
-Floats = npt.NDArray[np.float64]
-Ints = npt.NDArray[np.int64]
 Shape = tuple[int, int]
 """(P, D)"""
 
 _TAIL = 1e-7
 """Numbers of living nodes that are less probable than this are ignored."""
 _MOST_FALLBACKS = 128
+"""The most numbers of living nodes for which a shape is looked up; the rates of others are interpolated."""
 _LARGE = 1e200
+"""Chances, before their sum is made 1, are divided by this where they exceed it, so that none overflows."""
 
 
 class Objective(Protocol):
@@ -140,7 +140,7 @@ class _Living:
     chances: Floats
     rates: Floats
     used: Ints
-    grows: npt.NDArray[np.bool_]
+    grows: Flags
 
 
 @dataclass(frozen=True)

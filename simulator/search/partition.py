@@ -11,17 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
 from morph.contract.plan import Schedule
-from simulator.costs.memory import StageMemory
+from simulator.costs.memory import NEVER, StageMemory
 from simulator.costs.stage_costs import SectionCosts
 from simulator.engine.compilation import compiled, entry
 from simulator.engine.schedules import recomputes, stage_windows
-from simulator.engine.times import Ints
-
-Floats = npt.NDArray[np.float64]
-_NEVER = 2**62
+from simulator.engine.times import Floats, Ints
 
 
 @dataclass(frozen=True)
@@ -44,7 +40,7 @@ class PartitionTable:
 
     def fits(self, num_stages: int) -> bool:
         """Return whether P stages fit in memory."""
-        return bool(self.bottleneck_ns[num_stages] < _NEVER)
+        return bool(self.bottleneck_ns[num_stages] < NEVER)
 
     def boundaries(self, num_stages: int) -> tuple[int, ...]:
         """Return the first section of each of the P stages."""
@@ -90,7 +86,7 @@ def least_bytes(
     """Return the least memory per device with which some partition into P fits, by P: int64[K + 1]."""
     found = frugal_table(costs, schedule, num_micro_batches=num_micro_batches, slope=slope, single=single)
     least = found.bottleneck_ns
-    return np.where(least < _NEVER, costs.memory(single=single).whole_bytes(least), least)
+    return np.where(least < NEVER, costs.memory(single=single).whole_bytes(least), least)
 
 
 def least_host_bytes(costs: SectionCosts, *, single: bool) -> Ints:
@@ -103,7 +99,7 @@ def least_host_bytes(costs: SectionCosts, *, single: bool) -> Ints:
     no_groups = np.zeros((0, *table.shape), np.int64)
     found, tables = _empty(costs.num_sections), (table, table, table)
     rows = found.worst_ns, found.squares, found.choice
-    _fill(1, rows, sums, tables, nothing[1:], nothing, nothing, none, _NEVER - 1, True, (no_groups, no_groups))
+    _fill(1, rows, sums, tables, nothing[1:], nothing, nothing, none, NEVER - 1, True, (no_groups, no_groups))
     return found.bottleneck_ns
 
 
@@ -146,7 +142,7 @@ def _bound(work, last, both, link):  # type: ignore[no-untyped-def]
                         high = middle
                     else:
                         low = middle + 1
-                best = np.int64(_NEVER)
+                best = np.int64(NEVER)
                 for begin in range(max(depth - 1, low - 1), low + 1):
                     here = sums[end] - sums[begin] + both[begin] + (depth - 1) * link
                     best = min(best, max(here, before[begin]))
@@ -160,7 +156,7 @@ def _bound(work, last, both, link):  # type: ignore[no-untyped-def]
 
 def _empty(num_sections: int) -> PartitionTable:
     shape = num_sections + 1, num_sections + 1
-    found = PartitionTable(np.full(shape, _NEVER), np.zeros(shape), np.zeros(shape, np.int64))
+    found = PartitionTable(np.full(shape, NEVER), np.zeros(shape), np.zeros(shape, np.int64))
     found.worst_ns[0, num_sections] = 0
     return found
 
@@ -194,7 +190,7 @@ def _tabulated(
         memory.activations,
         windows,
         again,
-        _NEVER - 1 if usable is None else usable,
+        NEVER - 1 if usable is None else usable,
         by_memory,
         memory.all_group_tables,
     )
@@ -239,7 +235,7 @@ def _fill(lowest, best, sums, tables, stored, activations, windows, again, limit
                 if cost > worst[left, first] and not by_memory:
                     break
                 rest = worst[left - 1, end]
-                if rest == _NEVER:
+                if rest == NEVER:
                     continue
                 bottleneck = max(cost, rest)
                 total = squares[left - 1, end] + float(cost) * float(cost)

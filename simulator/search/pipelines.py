@@ -13,31 +13,29 @@ from functools import cached_property
 from typing import Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from morph.contract.plan import Schedule
 from simulator.costs.finish import Ended, optimizer_ns
+from simulator.costs.memory import NEVER
 from simulator.costs.stage_costs import StageCosts
-from simulator.engine.times import Ints
+from simulator.engine.times import Flags, Floats, Ints
 from simulator.search.setting import Setting
 from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
 
-NEVER = 2**62
-Floats = npt.NDArray[np.float64]
 Stages = Literal["rough", "even", "best"] | tuple[int, ...]
 """How thoroughly the stages of a pipeline are chosen and timed.
 
 "rough": the most even cut with the best of three windows, timed as planned; "even": the same stages, timed as they run;
 "best": the best cut and windows that the search finds; first sections of stages: the best windows of this cut.
 """
-_EXACT = 12
+FEW = 12
 """Up to this number of micro-batches, windows are chosen for each number separately."""
 
 
 def anchor(num_micro_batches: int) -> int:
     """Return the number for which windows are chosen: a small one itself, others rounded up, to four per doubling."""
-    if num_micro_batches <= _EXACT:
+    if num_micro_batches <= FEW:
         return num_micro_batches
     step = 1 << ((num_micro_batches - 1).bit_length() - 3)
     return -(-num_micro_batches // step) * step
@@ -205,7 +203,7 @@ class Reach:
         self.fill_ns, self.commit_ns, self.total, self.num_sections = fill_ns, commit_ns, total, num_sections
         self._paces_ns, self._few, (lone, flushed) = paces_ns, paces_ns(1), paces_ns(total)
         self.lone_fits = np.any(lone < NEVER, axis=0)
-        self.fits: npt.NDArray[np.bool_] = np.any((self._few[0] < NEVER) | (lone < NEVER), axis=0)
+        self.fits: Flags = np.any((self._few[0] < NEVER) | (lone < NEVER), axis=0)
         through = np.maximum(fill_ns + (total - 1) * lone, total * flushed)
         self._lone_ns: Floats = np.where(lone < NEVER, commit_ns + through, math.inf).min(axis=0)
 

@@ -27,7 +27,8 @@ from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.zone_traffic import usd_between_zones
 from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.request import PlanRequest
-from simulator.search.mixes import Effort, Found, Mix, Mixes, Search
+from simulator.search.mix_search import Effort, Search
+from simulator.search.mixes import Found, Mix, Mixes
 from simulator.search.pipelines import Pipelines
 from simulator.search.sweep import Sweep
 from simulator.search.two_types import TwoTypes
@@ -189,7 +190,8 @@ class Pools:
             schedules: tuple[Schedule, ...] = (costs.schedule,) if self.request.schedule else ("varuna", costs.schedule)
             found |= dict.fromkeys((costs.sections.micro_batch_size, schedule) for schedule in schedules)
         schedule, effort = self.request.schedule or "varuna", Effort.for_gpus(gpus)
-        heap = [(Search(self.mixes(size, schedule), gpus, limited=False).least_ns(), 0, size) for size in self.sizes()]
+        types = [(size, self.mixes(size, schedule).types) for size in self.sizes()]
+        heap = [(Search(there, gpus, limited=False).least_ns(), 0, size) for size, there in types]
         heapq.heapify(heap)
         taken: list[float] = []
         while heap and len(taken) < effort.sizes:

@@ -18,13 +18,10 @@ import numpy as np
 
 from morph.contract.plan import Schedule
 from simulator.inputs.stock import Stock
-from simulator.search.mixes import knapsack, most_by_prices
+from simulator.search.knapsack import NEAR, knapsack, most_by_prices
 from simulator.search.pipelines import Reach
 from simulator.search.pools import Pools
 from simulator.search.setting import SCHEDULES
-
-_NEAR = 1e-4
-"""Relative precision of the bound."""
 
 
 def proof(pools: Pools, stocks: Sequence[Stock], best_s: float) -> Callable[[], float] | None:
@@ -42,7 +39,7 @@ def proof(pools: Pools, stocks: Sequence[Stock], best_s: float) -> Callable[[], 
         best_ns = least_ns = best_s * 1e9
         reaches = [reach for stock in stocks for reach in _reaches(pools, stock)]
         for reach in sorted(reaches, key=lambda each: -each.share(best_ns, rough=True)):
-            if reach.share(least_ns * (1 - _NEAR), rough=True) >= 1:
+            if reach.share(least_ns * (1 - NEAR), rough=True) >= 1:
                 least_ns = _least_time_ns(reach, least_ns)
         return least_ns / 1e9
 
@@ -65,9 +62,9 @@ def _reaches(pools: Pools, stock: Stock) -> list[_Reach]:
 
 def _least_time_ns(reach: _Reach, above_ns: float) -> float:
     low, high = 0.0, above_ns
-    if reach.share(high * (1 - _NEAR)) < 1:
+    if reach.share(high * (1 - NEAR)) < 1:
         return above_ns
-    while high - low > _NEAR * high:
+    while high - low > NEAR * high:
         middle = (low + high) / 2
         low, high = (low, middle) if reach.share(middle) >= 1 else (middle, high)
     return low

@@ -13,20 +13,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
-import numpy.typing as npt
 
 from morph.contract.errors import PlanError
 from simulator.costs.answer import Simulation
-from simulator.engine.times import Ints
+from simulator.engine.times import Floats, Ints
 from simulator.inputs.request import PlanRequest
 from simulator.inputs.stock import Stock, usd_per_h_in_use
 from simulator.search.choice import PlanChoice, zone_usd_per_h
-from simulator.search.mixes import LENGTHS, SLOWER, Found, Mixes, cheap_choices
+from simulator.search.knapsack import LENGTHS, SLOWER, cheap_choices
+from simulator.search.mixes import Found, Mixes
 from simulator.search.pools import Pools
 from simulator.search.proof import may_take, proof
 from simulator.search.requested_objective import objective_for
 
-Floats = npt.NDArray[np.float64]
 _HOUR_NS = 3.6e12
 _CHOICES = 16
 """The largest number of choices of GPUs or nodes that are planned."""

@@ -8,14 +8,13 @@ from operator import le
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from morph.contract.plan import Schedule
 from morph.contract.profile import Profile
 from simulator.costs.memory import MOMENTS, NEVER, spans
 from simulator.costs.stage_costs import SectionCosts, StageCosts, stage_costs
 from simulator.engine.schedules import recomputes, stage_windows
-from simulator.engine.times import Ints
+from simulator.engine.times import Flags, Ints
 from simulator.inputs.layout import Layout
 from simulator.inputs.request import MemoryRules
 from simulator.search.micro_batch import num_micro_batches
@@ -79,7 +78,7 @@ class Setting:
         """Return the costs of the sections in stages with these first sections."""
         return self.sections
 
-    def by_sections(self, cuts: Ints) -> Iterator[tuple[SectionCosts, slice | npt.NDArray[np.bool_]]]:
+    def by_sections(self, cuts: Ints) -> Iterator[tuple[SectionCosts, slice | Flags]]:
         """Yield costs of sections, each with the rows of ``cuts``, [M, P], for which the sections have these costs."""
         yield self.sections, slice(0, len(cuts))
 
@@ -172,7 +171,7 @@ class Setting:
         """Return the lower bound for P stages over the cuts that fit in memory; 2**62 if no cut fits."""
         return int(self.within_ns(most)[depth])
 
-    def fitting(self, most: int) -> npt.NDArray[np.bool_]:
+    def fitting(self, most: int) -> Flags:
         """Return whether P stages fit in memory with some cut, for every P: bool[K + 1]."""
         return self.within_ns(most) < NEVER
 

@@ -13,7 +13,6 @@ from itertools import chain, islice, product
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from morph.contract import ranges
 from morph.contract.errors import PlanError
@@ -21,16 +20,17 @@ from morph.contract.profile import Profile
 from simulator.costs.answer import deal
 from simulator.costs.memory import NEVER
 from simulator.costs.outcome import ShapeOutcome, ShapeSimulator
+from simulator.engine.times import Flags
 from simulator.inputs.conditions import Conditions
 from simulator.inputs.layout import Layout, layouts
 from simulator.inputs.request import PlanRequest
 from simulator.search.micro_batch import possible_micro_batch_sizes
 from simulator.search.objectives import Fastest, Objective, Shape
 from simulator.search.setting import SCHEDULES, Setting
-from simulator.search.windows import Trial
+from simulator.search.windows import TOLERATED, Trial
 
-Flags = npt.NDArray[np.bool_]
 _ROUGH, _EVEN, _REDUCED, _BOUND, _PLANNED, _KNOWN = range(6)
+"""How closely the time of a case is known, in the order in which :meth:`Sweep.best` refines it."""
 _SLACK = 0.99
 """A shape hardly ever takes less than this fraction of its planned time; shared cores and links make it slower."""
 
@@ -335,7 +335,7 @@ class Sweep:
         ):
             return True
         planned_ns = self._trial(case._replace(setting=whole)).planned[1]
-        return planned_ns * 100 > self._trial(case).closest_ns * 101
+        return planned_ns * 100 > self._trial(case).closest_ns * TOLERATED
 
     def layouts(self, shape: Shape) -> list[Layout]:
         """Return the layouts that the workers of a shape can have, the one on all nodes first."""

@@ -16,7 +16,6 @@ from itertools import permutations
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
 from morph.contract.plan import Schedule
 from simulator.costs.answer import deal
@@ -25,10 +24,12 @@ from simulator.costs.memory import NEVER
 from simulator.costs.outcome import ShapeOutcome
 from simulator.costs.stage_costs import SectionCosts
 from simulator.engine.compilation import compiled, entry
-from simulator.engine.times import Ints
-from simulator.search.mixes import CHEAPEST, HOPE, Chosen, Effort, Found, Mixes, Search, cheap_choices, most_by_prices
+from simulator.engine.times import Flags, Floats, Ints
+from simulator.search.knapsack import CHEAPEST, cheap_choices, most_by_prices
+from simulator.search.mix_search import HOPE, Chosen, Effort, Search
+from simulator.search.mixes import Found, Mixes
 from simulator.search.partition import PartitionTable, partition_table
-from simulator.search.pipelines import Floats, Pipelines, Reach
+from simulator.search.pipelines import Pipelines, Reach
 from simulator.search.setting import Rule, Setting, widest_alike
 from simulator.search.sweep import Sweep
 from simulator.search.windows import Trial
@@ -37,8 +38,6 @@ _MANY_PLACES = 2_500
 """If two types have more pairs of numbers of GPUs, only splits that finish more than others on as many are tried."""
 _LONG = 8
 """From this many micro-batches for each stage on, three windows are enough for an approximate time."""
-_NEAR = 1e-3
-_ROUNDS = 60
 
 
 class Split(NamedTuple):
@@ -153,7 +152,7 @@ class SplitSetting(Setting):
     def sections_at(self, boundaries: Sequence[int]) -> SectionCosts:
         return self.border.sections_at(int(boundaries[self.split.num_first]))
 
-    def by_sections(self, cuts: Ints) -> Iterator[tuple[SectionCosts, slice | npt.NDArray[np.bool_]]]:
+    def by_sections(self, cuts: Ints) -> Iterator[tuple[SectionCosts, slice | Flags]]:
         for border in np.unique(cuts[:, self.split.num_first]).tolist():
             yield self.border.sections_at(border), cuts[:, self.split.num_first] == border
 
@@ -358,7 +357,7 @@ class TwoTypes:
     def _least_time(self, search: Search, pair: tuple[int, int]) -> float:
         """Return the least time (ns) for all micro-batches, by the bounds or estimates of a search; inf: never."""
         high = float(self.splits_of(*pair, (1, 1)).fill_ns.min())
-        for _ in range(_ROUNDS):
+        for _ in range(60):
             if self._done(search, pair, high) >= self.total:
                 break
             high *= 2
@@ -367,7 +366,7 @@ class TwoTypes:
         low = high / 2
         while self._done(search, pair, low) >= self.total:
             low, high = low / 2, low
-        while high - low > _NEAR * high:
+        while high - low > 1e-3 * high:
             middle = (low + high) / 2
             low, high = (low, middle) if self._done(search, pair, middle) >= self.total else (middle, high)
         return high

@@ -25,13 +25,18 @@ from simulator.inputs.layout import Layout
 from simulator.search.moves import moved_bounds_ns, neighbours
 from simulator.search.setting import Rule, Setting
 
-_TOLERATED = 101
-"""Percent of the fastest time that smaller windows may take."""
-_FEW = 8
+TOLERATED = 101
+"""Percent of the fastest time that smaller windows, a more even cut, or stages without recompute groups may take."""
 _NEAREST, _HOPEFUL = 2, 103
+"""For few micro-batches, windows are chosen for up to ``_NEAREST`` neighbouring cuts, if with windows chosen for other
+cuts they take less than ``_HOPEFUL`` percent of the time from which a cut is a gain."""
 _FILL, _MANY = 8, 32
+"""Micro-batches of the busiest replica, for each stage, up to which filling and draining the pipeline takes much of the
+time, and up to which 1F1B with more warm-up forwards may be worth a search."""
 _SHALLOW = 12
+"""The most stages of pipelines in which several adjacent boundaries are moved together."""
 _MORE_THAN_NEEDED = 4
+"""Slopes are tried up to this many times the least with which no round trip limits the period."""
 Judge = Callable[[StageCosts], int]
 
 
@@ -157,7 +162,7 @@ class Trial:
                 times_ns[rule.slope] = judge(costs)
                 tried.insert(first + sorted(times_ns).index(rule.slope), (times_ns[rule.slope], costs))
                 fastest = min(entry[0] for entry in tried)
-                chosen = next(entry for entry in tried if entry[0] * 100 <= fastest * _TOLERATED)
+                chosen = next(entry for entry in tried if entry[0] * 100 <= fastest * TOLERATED)
                 if not self.quick and chosen[0] * 100 <= self._enough_ns(boundaries, chosen[1]):
                     return chosen[1], fastest
         assert tried, "a shape that does not fit in memory was tried"
@@ -234,7 +239,7 @@ class Trial:
 
         The cut that memory allows is less even, but may have less to reduce after its backwards.
         """
-        return min(self._least_ns(boundaries), self._least_ns(costs.boundaries)) * _TOLERATED
+        return min(self._least_ns(boundaries), self._least_ns(costs.boundaries)) * TOLERATED
 
     @cached_property
     def _needed_slope(self) -> int:
@@ -265,7 +270,7 @@ class Trial:
         the widest that fit; then the best neighbours are judged with their own best windows.
         """
         cuts, bounds = self._moved_bounds_ns(costs)
-        enough, best = fastest_ns * 100 // _TOLERATED, None
+        enough, best = fastest_ns * 100 // TOLERATED, None
         nearest: list[tuple[int, tuple[int, ...]]] = []
         for place in np.argsort(bounds, kind="stable").tolist():
             if bounds[place] >= min([enough, *(time_ns for time_ns, _ in nearest)]):
@@ -310,12 +315,12 @@ class Trial:
 
 
 def _slopes(needed: int, most: int) -> Iterator[int]:
-    """Yield slopes to try for replicas with ``most`` micro-batches: all if there are few, else a selection.
+    """Yield slopes to try for replicas with ``most`` micro-batches: all if there are at most 8, else a selection.
 
     With the last slope, the windows of all stages but the last contain all micro-batches.
     """
     widest = max(1, most - 1)
-    if widest <= _FEW:
+    if widest <= 8:
         return iter(range(1, widest + 1))
     return (slope for slope in _ladder(widest) if slope <= _MORE_THAN_NEEDED * needed or slope == widest)
 

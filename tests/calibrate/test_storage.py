@@ -21,7 +21,7 @@ from calibrate.writing.storage import (
     temporary_folder,
 )
 from morph.contract.errors import ConfigError
-from tests.crew import FORKS
+from tests.members import FORKS
 from tests.waiting import BOUND_S, poll_until
 
 

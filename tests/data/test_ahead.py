@@ -20,10 +20,10 @@ from morph.data.evaluation import EvaluationLoader
 from morph.data.loader import data_facts
 from morph.data.prefetch import MOST_FAILURES, NUM_RESTORING, WITHOUT, DataWorkers
 from morph.jobs.job import load_job
-from tests.crew import FORKS
 from tests.data import read_jobs
 from tests.data.read_jobs import BROKEN
 from tests.data.readings import KEYS, M, Reading, is_ready, reading, spec_of, step_of
+from tests.members import FORKS
 from tests.waiting import BOUND_S, poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(300)]

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from tests.crew import FORKS
 from tests.forked_scripts import ForkedScript
+from tests.members import FORKS
 
 
 class ForkedJob:

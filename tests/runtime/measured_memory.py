@@ -29,7 +29,8 @@ from morph.runtime.state.reduction import Reduction
 from simulator import Simulation, simulate, simulate_plan, synthetic_profile
 from simulator.costs.stage_costs import SectionCosts
 from simulator.inputs.request import MemoryRules
-from tests.crew import Crew, ThreadMember
+from tests.crew import Crew
+from tests.members import ThreadMember
 from tests.system.harness import TinyJob
 
 NUM_STEPS = 3

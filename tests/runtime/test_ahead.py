@@ -25,9 +25,8 @@ from morph.runtime.attendants.wire import Frame, Rendezvous, StreamContext, send
 from morph.runtime.groups.faults import FaultPlan
 from morph.runtime.groups.interrupt import Interrupt
 from morph.runtime.state.unit_state import MakeOptimizer, UnitState, UpdateRules
-from tests.crew import poll_until, wait_for_updates
 from tests.manager.simulated_job import make_plan
-from tests.waiting import BOUND_S
+from tests.waiting import BOUND_S, poll_until
 
 UNITS = {
     "s0": ParameterUnit("s0", (0,), ("in.weight", "in.bias")),
@@ -166,7 +165,7 @@ def train_until_all_follow(
         assert time.monotonic() < deadline_s, "the receiver does not follow"
         sender.begin_step()
         receiver.news.wait(0.05)
-        wait_for_updates(sender.lane, MOST_BEHIND)
+        poll_until(lambda: all(each._unsent_updates <= MOST_BEHIND for each in sender.lane._outgoing), "updates to go")
         (decide or sender.decide)(step)
         step += 1
     return step

@@ -17,8 +17,10 @@ from manager.controller.state.config import units_by_stage
 from morph.contract.faults import Fault
 from morph.contract.messages import Aborted, Failed, Prepared, ReshapeOrder
 from morph.contract.salvage import LOSSES, PartialSum, mask_of, partial_sum, share_in, spans_of
-from tests.crew import Crew, Member, poll_until
+from tests.crew import Crew
+from tests.members import Member
 from tests.system.harness import JOB, TinyJob, uninterrupted
+from tests.waiting import poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

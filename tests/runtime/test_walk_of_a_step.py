@@ -11,7 +11,8 @@ from typing import Any, ClassVar
 
 import pytest
 
-from tests.crew import Crew, ThreadMember
+from tests.crew import Crew
+from tests.members import ThreadMember
 from tests.system.harness import JOB, TinyJob
 from tests.test_contributing import REPOSITORY, STEP, TEXT
 

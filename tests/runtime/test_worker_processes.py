@@ -13,8 +13,9 @@ from morph.checkpoint.unit_files import read_unit
 from morph.contract.messages import Aborted, Failed, Prepared, Reshaped
 from morph.cutting.cache.cut_job import load_and_cut
 from morph.jobs.files import imported_once
-from tests.crew import Crew, check_that_morphs_leave_nothing, poll_until, workers_of
+from tests.crew import Crew, check_that_morphs_leave_nothing, workers_of
 from tests.system.harness import JOB, MICRO_BATCH_SIZE, NUM_SECTIONS, TinyJob
+from tests.waiting import poll_until
 
 pytestmark = [pytest.mark.system, pytest.mark.timeout(600)]
 

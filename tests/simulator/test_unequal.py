@@ -33,7 +33,8 @@ from simulator.inputs.layout import placed
 from simulator.inputs.node_types import of_pool_type
 from simulator.inputs.placement import Placement
 from simulator.inputs.synthetic import with_type
-from simulator.search.mixes import Chosen, Mixes, Search
+from simulator.search.mix_search import Chosen, Search
+from simulator.search.mixes import Mixes
 from simulator.search.pipelines import Stages
 from simulator.search.pools import Pools
 from simulator.search.purchases import cheapest_enough
@@ -375,7 +376,7 @@ def fastest_on_nodes(profile: Profile, sizes: tuple[int, ...], request: PlanRequ
     gpus, total, best = sum(sizes), mixes.total, 2**62
     slots = [node for node, size in enumerate(sizes) for _ in range(size)]
     simulator = ShapeSimulator(request.conditions(sizes))
-    for chosen in Search(mixes, (gpus,)).all_mixes():
+    for chosen in Search(mixes.types, (gpus,)).all_mixes():
         depths = [depth for (_, depth), number in chosen for _ in range(number)]
         shares = [each for each in product(range(1, total), repeat=len(depths)) if sum(each) == total]
         for nodes in set(permutations(slots, sum(depths))):

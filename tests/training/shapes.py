@@ -32,7 +32,8 @@ from morph.jobs.job import Job, Precision
 from morph.runtime.process.single import run_single
 from morph.runtime.step.stage import Stage
 from morph.runtime.step.sums import MicroBatchSums
-from tests.crew import SETUP_S, Crew
+from tests.crew import Crew
+from tests.members import SETUP_S
 from tests.system.harness import TinyJob, load_tiny_job
 from tests.training.training_jobs import BATCH_SIZE, MICRO_BATCH_SIZE, NUM_SECTIONS
 
