@@ -120,14 +120,14 @@ def _note_reshaped(transition: Transition, answers: Mapping[WorkerId, Reshaped])
 
 
 def _note_prepared(transition: Transition, answers: Mapping[WorkerId, Prepared]) -> None:
-    state, judged = transition.state, judges_losses(transition.state)
-    reports = {key: _report_of(answer, judged=judged) for key, answer in _alike(answers).items()}
-    named = {answer.named.step for answer in _alike(answers).values() if answer.named is not None}
+    state, judged, alike = transition.state, judges_losses(transition.state), _alike(answers)
+    reports = {key: _report_of(answer, judged=judged) for key, answer in alike.items()}
+    named = {answer.named.step for answer in alike.values() if answer.named is not None}
     if named:
         transition.change(unnamed=tuple(step for step in state.unnamed if step not in named))
     paired = zip(answers, [reports[key] for key in map(id, answers.values())], strict=True)
     transition.change_step(reports=transition.state.step.reports | dict(paired))
-    _note_evaluation(transition, _alike(answers).values())
+    _note_evaluation(transition, alike.values())
 
 
 def _note_evaluation(transition: Transition, answers: Iterable[Prepared | Committed]) -> None:

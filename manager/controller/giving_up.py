@@ -67,10 +67,10 @@ def note_idle(transition: Transition) -> None:
 
 def idle_until_s(state: ControllerState) -> float | None:
     """Return when (seconds) idle VMs reach the limit, if nothing changes; None if they never do."""
-    left_s, num_vms = _idle_left_s(state), _num_vms(state)
-    if state.waits.idle_at_s is None or left_s is None or left_s <= 0 or not num_vms:
+    idle_at_s, left_s = state.waits.idle_at_s, _idle_left_s(state)
+    if idle_at_s is None or left_s is None or left_s <= 0 or not (num_vms := _num_vms(state)):
         return None
-    return state.waits.idle_at_s + left_s / num_vms
+    return idle_at_s + left_s / num_vms
 
 
 def give_up_if_due(transition: Transition) -> None:

@@ -82,13 +82,15 @@ class Salvage(Value):
     remaining: tuple[Span, ...]
     num_spared: Number
 
+    @cached_property
+    def missing(self) -> tuple[int, ...]:
+        """The numbers of the micro-batches that run again."""
+        return tuple([number for first, end in self.remaining for number in range(first, end)])
+
 
 def share_in(plan: Plan, replica: int, salvage: Salvage | None, num_micro_batches: int | None = None) -> Sequence[int]:
     """Return the micro-batches that a replica runs in a step, which may be short or partly salvaged."""
-    if salvage is None:
-        return plan.share_of(replica, range(num_micro_batches or plan.num_micro_batches))
-    remaining = [number for first, end in salvage.remaining for number in range(first, end)]
-    return plan.share_of(replica, remaining)
+    return plan.share_of(replica, salvage.missing if salvage else range(num_micro_batches or plan.num_micro_batches))
 
 
 def mask_of(spans: Iterable[Span]) -> int:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-INFINITE = float("inf")
-
 
 def largest_overlap(gain: Sequence[Sequence[int]], demand: Sequence[int], supply: Sequence[int]) -> list[list[int]]:
     """Meet every row's demand from the columns' supply so that the sum of gains is largest; return ``[row][column]``.
@@ -26,8 +24,8 @@ def largest_overlap(gain: Sequence[Sequence[int]], demand: Sequence[int], supply
 class _Search:
     """Shortest paths from one row: distances, and the predecessor of each row and column."""
 
-    row_distance: dict[int, float]
-    distance: list[float]
+    row_distance: dict[int, int]
+    distance: list[int]
     row_before: list[int]
     column_before: dict[int, int] = field(default_factory=dict)
     done: list[int] = field(default_factory=list)
@@ -47,9 +45,9 @@ class _Flow:
         """Send up to ``most`` units along the cheapest path from a row to a column with supply; return how many."""
         search, end = self._search(row)
         for other, distance in search.row_distance.items():
-            self.row_potential[other] += int(search.distance[end] - distance)
+            self.row_potential[other] += search.distance[end] - distance
         for column in search.done:
-            self.column_potential[column] -= int(search.distance[end] - search.distance[column])
+            self.column_potential[column] -= search.distance[end] - search.distance[column]
         steps = []  # (row, the column it gets more of, the column it gives up or None)
         column, here = end, search.row_before[end]
         while here != row:
@@ -66,25 +64,21 @@ class _Flow:
 
     def _search(self, row: int) -> tuple[_Search, int]:
         """Dijkstra from a row until a column with supply left is the nearest."""
-        num_columns = len(self.left)
-        search = _Search({row: 0}, [INFINITE] * num_columns, [-1] * num_columns)
-        fresh, open_columns = [row], list(range(num_columns))
+        base = -self.row_potential[row]
+        distances = [base - gain - known for gain, known in zip(self.gain[row], self.column_potential, strict=True)]
+        search, open_columns = _Search({row: 0}, distances, [row] * len(distances)), list(range(len(distances)))
         while True:
-            for here in fresh:
-                base, gain = search.row_distance[here] - self.row_potential[here], self.gain[here]
-                for column in open_columns:
-                    distance = base - gain[column] - self.column_potential[column]
-                    if distance < search.distance[column]:
-                        search.distance[column], search.row_before[column] = distance, here
             nearest = min(open_columns, key=search.distance.__getitem__)
             open_columns.remove(nearest)
             search.done.append(nearest)
             if self.left[nearest]:
                 return search, nearest
-            fresh = [
-                other
-                for other in range(len(self.flow))
-                if self.flow[other][nearest] and other not in search.row_distance
-            ]
-            for other in fresh:
-                search.row_distance[other], search.column_before[other] = search.distance[nearest], nearest
+            for here, flow in enumerate(self.flow):
+                if not flow[nearest] or here in search.row_distance:
+                    continue
+                search.row_distance[here], search.column_before[here] = search.distance[nearest], nearest
+                base, gains = search.distance[nearest] - self.row_potential[here], self.gain[here]
+                for column in open_columns:
+                    distance = base - gains[column] - self.column_potential[column]
+                    if distance < search.distance[column]:
+                        search.distance[column], search.row_before[column] = distance, here

@@ -36,13 +36,16 @@ def place(
     for index, worker in enumerate(workers):
         kinds.setdefault((frozenset(held.get(worker, ())), types.get(worker, "")), []).append(index)
     never = -(1 + len(workers) * sum(sizes.values()))  # more than all other assignments together could gain
-    overlap = [
-        [
-            never if stage.node_type not in ("", of) else sum(sizes[unit] for unit in units if unit in holds)
-            for holds, of in kinds
-        ]
-        for stage, units in zip(plan.stages, needed, strict=True)
-    ]
+    overlap = [[0 if stage.node_type in ("", of) else never for _, of in kinds] for stage in plan.stages]
+    rows_of: defaultdict[UnitId, list[list[int]]] = defaultdict(list)
+    for row, units in zip(overlap, needed, strict=True):
+        for unit in units:
+            rows_of[unit].append(row)
+    for column, (holds, _) in enumerate(kinds):
+        for unit in holds:
+            for row in rows_of.get(unit, ()):
+                if row[column] != never:
+                    row[column] += sizes[unit]
     dealt = largest_overlap(
         overlap,
         [len(plan.replicas_of(stage)) for stage in range(len(needed))],
@@ -206,30 +209,28 @@ class _Dealing:
         self.rank = {vm: rank for rank, vm in enumerate(dict.fromkeys(self.vms))}
         self.at: list[set[int]] = [set() for _ in sections]
         self.on: list[Counter[str]] = [Counter() for _ in sections]
-        of_section = {
-            section: frozenset(stage for stage, others in enumerate(sections) if section in others)
-            for mine in sections
-            for section in mine
-        }
-        self.holders = [{of_section[section] for section in mine} for mine in sections]
+        having: defaultdict[int, list[int]] = defaultdict(list)
+        for stage, mine in enumerate(sections):
+            for section in mine:
+                having[section].append(stage)
+        self.holders = [{frozenset(having[section]) for section in mine} for mine in sections]
         self.rivals = [frozenset[int]().union(*holders) for holders in self.holders]
         self.where: dict[int, int | None] = {}
         self.alike: dict[int, Sequence[int]] = {}
 
     def deal(self, kind: Sequence[int], wanted: Sequence[int]) -> None:
         """Assign workers of one kind, pipeline by pipeline and VM by VM, to stages that their VM does not have."""
-        turn, seen = max(1, sum(count > 0 for count in wanted)), Counter[str]()
+        turn, left = max(1, sum(count > 0 for count in wanted)), dict[str, int]()
         keyed = []
         for worker in kind:
             vm = self.vms[worker]
-            keyed.append((seen[vm] // turn, self.rank[vm], worker))
-            seen[vm] += 1
+            left[vm] = (seen := left.get(vm, 0)) + 1
+            keyed.append((seen // turn, self.rank[vm], worker))
         free = [worker for _, _, worker in sorted(keyed)]
-        left = dict(Counter(self.vms[worker] for worker in free))
         for stage in _pipelines(wanted):
             on = self._on(self.rivals[stage])
-            least = min(on[vm] for vm in left)
-            worker = next(worker for worker in free if on[self.vms[worker]] == least)
+            least = min([on.get(vm, 0) for vm in left])
+            worker = next(worker for worker in free if on.get(self.vms[worker], 0) == least)
             free.remove(worker)
             self._put(worker, stage)
             vm = self.vms[worker]
@@ -241,15 +242,15 @@ class _Dealing:
 
     def at_risk(self, stage: int) -> bool:
         """Whether a section of this stage has several workers, but all on one VM."""
-        held = [self._on(holders) for holders in self.holders[stage]]
-        return any(len(on) == 1 and on.total() > 1 for on in held)
+        return any(len(on) == 1 and max(on.values()) > 1 for on in map(self._on, self.holders[stage]))
 
-    def _on(self, stages: Set[int]) -> Counter[str]:
+    def _on(self, stages: Set[int]) -> Mapping[str, int]:
         if len(stages) == 1:
             return self.on[next(iter(stages))]
-        total: Counter[str] = Counter()
+        total: dict[str, int] = {}
         for stage in stages:
-            total += self.on[stage]
+            for vm, num in self.on[stage].items():
+                total[vm] = total.get(vm, 0) + num
         return total
 
     def mend(self, stage: int, tried: set[int]) -> bool:

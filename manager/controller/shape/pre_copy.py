@@ -84,7 +84,7 @@ def measure_speed(transition: Transition, answers: Mapping[WorkerId, Reshaped]) 
         return
     for worker, answer in answers.items():
         lacked = order.lacked.get(worker, ()) if answer.state_s > 0 else ()
-        if answer.generation == order.generation and all(source.kind == "peer" for source in lacked):
+        if lacked and answer.generation == order.generation and all(source.kind == "peer" for source in lacked):
             num_bytes = sum(sizes[source.unit] for source in lacked)
             mean = mean_of(mean, num_bytes / answer.state_s) if num_bytes else mean
     if mean != transition.state.measured.state_bytes_per_s:

@@ -260,21 +260,22 @@ class SpotCluster:
             events, self._told, self._news = self._told, [], self.env.event()
             if self._wake_s <= self.now_s:
                 events.append(Tick())
-            self._wake_s = math.inf
-            if events:
-                was_training = self.state.phase is Phase.TRAINING
-                steps = self._decide(events[0] if len(events) == 1 else _together(events))
-                if steps:
-                    yield from self._give(steps, jumps=self._jumps and was_training)
-            wake_s = wake_at_s(self.state)
+            if not events:
+                continue
+            self._wake_s, was_training = math.inf, self.state.phase is Phase.TRAINING
+            steps, wake_s = self._decide(events[0] if len(events) == 1 else _together(events))
+            decided = self.state
+            if steps:
+                yield from self._give(steps, jumps=self._jumps and was_training)
+            wake_s = wake_s if self.state is decided else wake_at_s(self.state)
             self._wake_s = math.inf if wake_s is None else max(self.now_s, wake_s)
 
     def _end_of_instant(self) -> Acting:
         while self.env.peek() <= self.env.now:
             yield self.env.timeout(0)
 
-    def _decide(self, event: Event) -> list[SendStep]:
-        """Let the controller decide; return the orders of a step, which must still be given."""
+    def _decide(self, event: Event) -> tuple[list[SendStep], float | None]:
+        """Let the controller decide; return the orders of a step, which must still be given, and its next deadline."""
         before = self.state
         decision = decide(before, event, self.now_s)
         self.num_decisions += 1
@@ -289,7 +290,7 @@ class SpotCluster:
             self.num_fatal += 1
             self.lost_steps += before.version - decision.state.version
         self._note_moment()
-        return self._carry_out(by_kind)
+        return self._carry_out(by_kind), decision.wake_at_s
 
     def _book(self, event: Event, decision: Decision, by_kind: ByKind, *, step_decided: bool) -> None:
         events = event.events if isinstance(event, Together) else (event,)

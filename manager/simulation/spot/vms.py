@@ -29,7 +29,7 @@ from morph.contract.messages import (
     WorkerId,
     WorkerReady,
 )
-from morph.contract.plan import Plan
+from morph.contract.plan import PipelineKind, Plan
 from morph.contract.salvage import KeptSums, PartialSum, Salvage, share_in
 from morph.contract.timeline import ComputeTimes
 
@@ -55,16 +55,19 @@ class StagePace(NamedTuple):
         return min(share, 1 + math.floor((elapsed_s - self.first_s) / self.period_s)) if self.period_s else share
 
 
-def stage_pace(plan: Plan, stage: int, step_s: float) -> StagePace:
-    """Return a stage's pace in a step that takes ``step_s`` as a whole.
+def stage_paces(plan: Plan, step_s: float) -> list[StagePace]:
+    """Return each stage's pace in a step that takes ``step_s`` as a whole.
 
     A pipeline of even stages completes one micro-batch every t once it is full: P forwards come before the first
     backward of the last stage, and P - s - 1 backwards of later stages before the first of stage s. t is that of the
     whole step.
     """
-    replica = plan.replicas_of(stage)[0]
-    period_s, forward, depth = period_of(plan, replica, step_s), _forward_share(plan), plan.kind_of(replica).num_stages
-    return StagePace((depth * forward + (depth - plan.position(stage)) * (1 - forward)) * period_s, period_s)
+    forward, busy_s, paces = _forward_share(plan), (1 - _rest_share(plan)) * step_s, []
+    for stage in range(len(plan.stages)):
+        kind = plan.kind_of(plan.replicas_of(stage)[0])
+        depth, period_s = kind.num_stages, period_of(kind, busy_s)
+        paces.append(StagePace((depth * forward + (depth - plan.position(stage)) * (1 - forward)) * period_s, period_s))
+    return paces
 
 
 def copied(done: int, every: int, share: int) -> int:
@@ -85,17 +88,17 @@ def partial_step_s(plan: Plan, step_s: float, salvage: Salvage | None) -> float:
     """Return the time of a step that runs only its missing part; ``step_s`` is the time of a whole one."""
     if salvage is None:
         return step_s
-    pipelines_s = [0.0]
+    pipelines_s, rest = [0.0], _rest_share(plan)
     for replica in range(plan.num_replicas):
         if num := len(share_in(plan, replica, salvage)):
-            pipelines_s.append((num + plan.kind_of(replica).num_stages - 1) * period_of(plan, replica, step_s))
-    return rounded(_rest_share(plan) * step_s + max(pipelines_s))
+            kind = plan.kind_of(replica)
+            pipelines_s.append((num + kind.num_stages - 1) * period_of(kind, (1 - rest) * step_s))
+    return rounded(rest * step_s + max(pipelines_s))
 
 
-def period_of(plan: Plan, replica: int, step_s: float) -> float:
-    """Return the time between two micro-batches of a replica whose kind of pipeline is busy for the whole step."""
-    kind = plan.kind_of(replica)
-    return (1 - _rest_share(plan)) * step_s / (kind.longest_share + kind.num_stages - 1)
+def period_of(kind: PipelineKind, busy_s: float) -> float:
+    """Return the time between two micro-batches of a kind of pipeline that is busy for ``busy_s`` of a step."""
+    return busy_s / (kind.longest_share + kind.num_stages - 1)
 
 
 def _rest_share(plan: Plan) -> float:
@@ -283,7 +286,6 @@ class Workers:
         """Transfer units during training: a receiver has them once its own and its senders' links have carried them."""
         sent: Counter[WorkerId] = Counter()
         wanted: dict[WorkerId, set[UnitId]] = {}
-        number = 0
         for move in dict.fromkeys(move for action in orders for move in action.order.moves):
             sent[move.sender] += self.job.unit_bytes[move.unit]
             wanted.setdefault(move.receiver, set()).add(move.unit)
@@ -382,7 +384,7 @@ class _Sums:
             named.setdefault(entry.receiver, {})[entry.holder] = None
         start = StepStart(self._units, shape, first=salvage is not None)
         transit_s = self._transit_s(shape)
-        paces = [stage_pace(formed.plan, stage, formed.step_s) for stage in range(len(formed.plan.stages))]
+        paces = stage_paces(formed.plan, formed.step_s)
         for slot in formed.order.slots:
             sums = self._workers[slot.worker] = WorkerSums(self._units)
             holders = (before[holder] for holder in named.get(slot.worker, ()) if holder in before)
