@@ -216,13 +216,12 @@ def _most_on_both(first, second, gains, alone, others):  # type: ignore[no-untyp
     for i in range(len(alone)):
         best[i] = alone[i] + others
         for place in range(len(gains)):
-            a, b = first[place], second[place]
+            a, b, gain = first[place], second[place], gains[place]
             if a <= i and b < len(others):
                 before, row, last = best[i - a], best[i, b:], taken[i, b:]
-                for j in range(len(row)):  # the inner loop, so that it is computed for several j at once
-                    gain = gains[place] + before[j]
-                    last[j] = place if gain > row[j] else last[j]
-                    row[j] = max(row[j], gain)
+                for j in range(len(row)):  # the inner loop, so that it is vectorized
+                    if gain + before[j] > row[j]:
+                        row[j], last[j] = gain + before[j], place
     return best, taken
 
 
