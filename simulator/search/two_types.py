@@ -391,7 +391,7 @@ class TwoTypes:
     def _hopeful(self, gpus: tuple[int, ...], below_ns: float) -> list[tuple[dict[Split, int], Chosen]]:
         """Return mixes that may take less than ``below_ns`` by their bounds, the most promising by estimates first."""
         found: list[tuple[float, int, dict[Split, int], Chosen]] = []
-        search, bounds = self.mixes.search(gpus), self.mixes.bounds(gpus)
+        search, bounds = self.mixes.search(gpus), self.mixes.search(gpus, bounds=True)
         for pair in self._pairs(gpus):
             if below_ns < math.inf and self._done(bounds, pair, below_ns) < self.total:
                 continue
