@@ -278,8 +278,7 @@ class StageMemory:
 
     def fits_host(self, begin: Ints, end: Ints) -> bool:
         """Whether host memory suffices for each of the stages."""
-        limit = self._environment.host_memory_bytes
-        return limit is None or bool((self.host_bytes(begin, end) <= limit).all())
+        return bool((self.limited_tables[2][begin, end] < NEVER).all())
 
     def usable_bytes(self, device_bytes: int) -> int:
         """Return the part of a device's memory that is available for tensors."""

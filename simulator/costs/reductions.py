@@ -180,8 +180,8 @@ def rings(kinds: Sequence[tuple[Reductions, int]], own_sum_bytes: Floats, shared
     for key, size in sorted(sizes.items()):
         workers = sum(number * len(stages) for (_, number), stages in zip(kinds, key, strict=True))
         tied_ns.append((key, int(slowest.times_ns(workers, np.array([size]))[0])))
-    rounds = np.array(reduction_rounds([reduced.begin.tolist() for reduced, _ in kinds], len(remaining_ns)))[begin]
-    order, whole = np.lexsort((-begin, rounds)), spans.latest(remaining_ns)
+    rounds = reduction_rounds([np.searchsorted(begin, reduced.begin).tolist() for reduced, _ in kinds], len(begin))
+    order, whole = np.lexsort((-begin, np.array(rounds))), spans.latest(remaining_ns)
     of_kind = []
     for place, (reduced, number) in enumerate(kinds):
         more, left = np.zeros(len(begin), np.int64), np.zeros(len(reduced.begin), np.int64)

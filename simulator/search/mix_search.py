@@ -219,10 +219,9 @@ class Search:
         found[[self.place[group] for group in without]] = 0
         return found
 
-    def done(self, time_ns: float) -> list[Ints]:
+    def done(self, time_ns: float, without: frozenset[Group] = frozenset()) -> list[Ints]:
         """Return the most micro-batches in this time (ns) on 0, 1, ... GPUs of each type, by present estimates."""
-        gains = self.gains(time_ns)
-        return [knapsack(*each)[0] for each in self._parts(gains)]
+        return [knapsack(*each)[0] for each in self._parts(self.gains(time_ns, without))]
 
     def _parts(self, gains: Ints) -> Iterator[tuple[Ints, Ints, int]]:
         """Yield the depths, gains and number of GPUs of each type."""
@@ -257,22 +256,21 @@ class Search:
         high = max(least_ns, float(self.times_ns.min(initial=NEVER, where=self.times_ns > 0)))
         if high >= NEVER:
             return None
+
+        def is_enough(time_ns: float) -> bool:
+            return sum(int(each[-1]) for each in self.done(time_ns, without)) >= self.total
+
         low = high
         for _ in range(40):
-            done, chosen = self.most(high, without)
-            if done >= self.total:
+            if is_enough(high):
                 break
             low, high = high, high * (1.02 if least_ns else 2.0)
         else:
             return None
         while high - low > NEAR * high:
             middle = (low + high) / 2
-            done, other = self.most(middle, without)
-            if done >= self.total:
-                high, chosen = middle, other
-            else:
-                low = middle
-        return high, self.needed(chosen, high)
+            low, high = (low, middle) if is_enough(middle) else (middle, high)
+        return high, self.needed(self.most(high, without)[1], high)
 
     def needed(self, chosen: Chosen, time_ns: float, spare: int | None = None) -> Chosen:
         """Return the mix without pipelines that are not needed to finish in this time (ns).

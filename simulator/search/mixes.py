@@ -86,8 +86,7 @@ class Mixes:
         self.total, self.num_sections = types[0].total, types[0].sweep.num_sections
         self.most_replicas = min(self.total, most_replicas or self.total)
         self._found: dict[tuple[int, ...], tuple[float, list[Mix]]] = {}
-        self._searches: dict[tuple[int, ...], Search] = {}
-        self._bounds: dict[tuple[int, ...], Search] = {}
+        self._searches: dict[tuple[tuple[int, ...], bool], Search] = {}
         self._settled: dict[tuple[Chosen, Stages, bool], tuple[int, tuple[int, ...]] | None] = {}
         self._rings: dict[object, Rings] = {}
         self._lines: Lines = {}
@@ -99,17 +98,14 @@ class Mixes:
             known = self._found[gpus] = below_ns, self._search(gpus, below_ns)
         return known[1]
 
-    def search(self, gpus: tuple[int, ...]) -> Search:
-        """Return the search on these numbers of GPUs of each type; it is kept, with what it has simulated."""
-        if gpus not in self._searches:
-            self._searches[gpus] = Search(self.types, gpus, self._lines)
-        return self._searches[gpus]
+    def search(self, gpus: tuple[int, ...], *, bounds: bool = False) -> Search:
+        """Return the search on these numbers of GPUs of each type; it is kept, with what it has simulated.
 
-    def bounds(self, gpus: tuple[int, ...]) -> Search:
-        """Return a search on these GPUs in which nothing is simulated, so that all its times are lower bounds."""
-        if gpus not in self._bounds:
-            self._bounds[gpus] = Search(self.types, gpus, self._lines)
-        return self._bounds[gpus]
+        ``bounds``: return another, in which nothing is simulated, so that all its times are lower bounds.
+        """
+        if (gpus, bounds) not in self._searches:
+            self._searches[gpus, bounds] = Search(self.types, gpus, self._lines)
+        return self._searches[gpus, bounds]
 
     def _search(self, gpus: tuple[int, ...], below_ns: float) -> list[Mix]:
         """Simulate promising mixes with stages that are found quickly, then the best of them with the best stages."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from morph.contract.plan import Schedule
-from simulator.costs.memory import NEVER, StageMemory
+from simulator.costs.memory import NEVER
 from simulator.costs.stage_costs import SectionCosts
 from simulator.engine.compilation import compiled, entry
 from simulator.engine.schedules import recomputes, stage_windows
@@ -61,23 +61,46 @@ def partition_table(
     single: bool = True,
     behind: tuple[PartitionTable, int] | None = None,
     deepest: int | None = None,
+    by_memory: bool = False,
 ) -> PartitionTable:
     """Return the best partitions for every P, or up to ``deepest``.
 
     ``slope``: see :func:`simulator.engine.schedules.stage_windows`. ``behind``: the table of the last stages, for
-    example on another type of node, and their number.
+    example on another type of node, and their number. ``by_memory``: the fullest stage counts, not the slowest.
     """
     memory = costs.memory(single=single)
-    limit = None if memory_bytes is None else memory.usable_bytes(memory_bytes)
-    return _tabulated(costs, schedule, num_micro_batches, slope, limit, memory, behind=behind, deepest=deepest)
+    usable = None if memory_bytes is None else memory.usable_bytes(memory_bytes)
+    deepest = min(costs.num_sections, deepest or costs.num_sections)
+    windows = np.array((0, *stage_windows(schedule, deepest, num_micro_batches, slope)[::-1]), np.int64)
+    again = np.array((False, *recomputes(schedule, deepest, costs.recompute)[::-1]), np.bool_)
+    found, known = _empty(costs.num_sections), 0
+    if behind is not None:
+        table, known = behind
+        found.worst_ns[known], found.squares[known] = table.worst_ns[known], table.squares[known]
+        found.choice[: known + 1] = table.choice[: known + 1]
+    _fill(
+        known + 1,
+        (found.worst_ns, found.squares, found.choice),
+        (costs.forward_sum_ns, costs.backward_sum_ns),
+        memory.tables if usable is None and not by_memory else memory.limited_tables,
+        memory.stored,
+        memory.activations,
+        windows,
+        again,
+        NEVER - 1 if usable is None else usable,
+        by_memory,
+        memory.all_group_tables,
+    )
+    return found
 
 
 def frugal_table(
     costs: SectionCosts, schedule: Schedule, *, num_micro_batches: int, slope: int = 1, single: bool = True
 ) -> PartitionTable:
     """Return the partitions whose fullest stage needs least memory; this table's ``bottleneck_ns`` are bytes."""
-    memory = costs.memory(single=single)
-    return _tabulated(costs, schedule, num_micro_batches, slope, None, memory, by_memory=True)
+    return partition_table(
+        costs, schedule, num_micro_batches=num_micro_batches, slope=slope, single=single, by_memory=True
+    )
 
 
 def least_bytes(
@@ -158,42 +181,6 @@ def _empty(num_sections: int) -> PartitionTable:
     shape = num_sections + 1, num_sections + 1
     found = PartitionTable(np.full(shape, NEVER), np.zeros(shape), np.zeros(shape, np.int64))
     found.worst_ns[0, num_sections] = 0
-    return found
-
-
-def _tabulated(
-    costs: SectionCosts,
-    schedule: Schedule,
-    num_micro_batches: int,
-    slope: int,
-    usable: int | None,
-    memory: StageMemory,
-    *,
-    by_memory: bool = False,
-    behind: tuple[PartitionTable, int] | None = None,
-    deepest: int | None = None,
-) -> PartitionTable:
-    deepest = min(costs.num_sections, deepest or costs.num_sections)
-    windows = np.array((0, *stage_windows(schedule, deepest, num_micro_batches, slope)[::-1]), np.int64)
-    again = np.array((False, *recomputes(schedule, deepest, costs.recompute)[::-1]), np.bool_)
-    found, known = _empty(costs.num_sections), 0
-    if behind is not None:
-        table, known = behind
-        found.worst_ns[known], found.squares[known] = table.worst_ns[known], table.squares[known]
-        found.choice[: known + 1] = table.choice[: known + 1]
-    _fill(
-        known + 1,
-        (found.worst_ns, found.squares, found.choice),
-        (costs.forward_sum_ns, costs.backward_sum_ns),
-        memory.tables if usable is None and not by_memory else memory.limited_tables,
-        memory.stored,
-        memory.activations,
-        windows,
-        again,
-        NEVER - 1 if usable is None else usable,
-        by_memory,
-        memory.all_group_tables,
-    )
     return found
 
 

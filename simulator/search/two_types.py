@@ -63,6 +63,7 @@ class Border:
         self._tables: dict[tuple[object, ...], PartitionTable] = {}
         self._sections: dict[int, JoinedSections] = {}
         self._widest: dict[bool, Ints] = {}
+        self._slowest: dict[tuple[Schedule, bool, int], dict[int, Ints]] = {}
 
     def sections_at(self, border: int) -> JoinedSections:
         """Return the costs of the sections if those from ``border`` on are on the second type."""
@@ -90,6 +91,7 @@ class Border:
         if depth > self.deepest:
             self.deepest = min(depth, self.num_sections)
             self._tables.clear()
+            self._slowest.clear()
 
     def _table(self, rule: Rule, number: int, single: bool, num_second: int, *, limited: bool) -> PartitionTable:
         key = rule, number, single, num_second, limited
@@ -129,12 +131,25 @@ class Border:
         """Return the slowest stage's time, by stages on each type: [first + 1, second + 1]; 2**62 where none fit."""
         found = np.full((num_first + 1, num_second + 1), NEVER)
         has_limit = any(setting.memory_bytes is not None for setting in self.settings)
-        rule = Rule(schedule, most if schedule == "gpipe" else 1)
         for behind in range(1, min(num_second, self.num_sections - 1) + 1):
-            table = self.tight(rule, most, behind) if has_limit else self.even(schedule, behind)
+            slowest = self._tight_ns(schedule, most, behind) if has_limit else self.even(schedule, behind).bottleneck_ns
             deepest = min(num_first, self.num_sections - behind)
-            found[1 : deepest + 1, behind] = table.bottleneck_ns[behind + 1 : behind + deepest + 1]
+            found[1 : deepest + 1, behind] = slowest[behind + 1 : behind + deepest + 1]
         return found
+
+    def _tight_ns(self, schedule: Schedule, most: int, num_second: int) -> Ints:
+        """Return the slowest stage's time, by P; if it is equal for fewer and for more micro-batches, also for these.
+
+        More micro-batches need larger windows, and so memory, which never makes the most even cut faster.
+        """
+        known = self._slowest.setdefault((schedule, self.settings[0].single(most), num_second), {})
+        fewer = max((number for number in known if number <= most), default=None)
+        more = min((number for number in known if number >= most), default=None)
+        if fewer is not None and more is not None and np.array_equal(known[fewer], known[more]):
+            return known[more]
+        rule = Rule(schedule, most if schedule == "gpipe" else 1)
+        known[most] = self.tight(rule, most, num_second).bottleneck_ns
+        return known[most]
 
 
 class SplitSetting(Setting):
@@ -199,12 +214,14 @@ def _most_on_both(first, second, gains, alone, others):  # type: ignore[no-untyp
     best = np.zeros((len(alone), len(others)), np.int64)
     taken = np.full(best.shape, -1)
     for i in range(len(alone)):
-        for j in range(len(others)):
-            best[i, j] = alone[i] + others[j]
-            for place in range(len(gains)):
-                a, b = first[place], second[place]
-                if a <= i and b <= j and gains[place] + best[i - a, j - b] > best[i, j]:
-                    best[i, j], taken[i, j] = gains[place] + best[i - a, j - b], place
+        best[i] = alone[i] + others
+        for place in range(len(gains)):
+            a, b, gain = first[place], second[place], gains[place]
+            if a <= i and b < len(others):
+                before, row, last = best[i - a], best[i, b:], taken[i, b:]
+                for j in range(len(row)):  # the inner loop, so that it is vectorized
+                    if gain + before[j] > row[j]:
+                        row[j], last[j] = gain + before[j], place
     return best, taken
 
 
@@ -374,7 +391,7 @@ class TwoTypes:
     def _hopeful(self, gpus: tuple[int, ...], below_ns: float) -> list[tuple[dict[Split, int], Chosen]]:
         """Return mixes that may take less than ``below_ns`` by their bounds, the most promising by estimates first."""
         found: list[tuple[float, int, dict[Split, int], Chosen]] = []
-        search, bounds = self.mixes.search(gpus), self.mixes.bounds(gpus)
+        search, bounds = self.mixes.search(gpus), self.mixes.search(gpus, bounds=True)
         for pair in self._pairs(gpus):
             if below_ns < math.inf and self._done(bounds, pair, below_ns) < self.total:
                 continue
