@@ -68,7 +68,7 @@ def preferred(choice: PlanChoice, request: PlanRequest, errors: Errors) -> PlanC
         short = room_left(simulation, request.memory_bytes)[0] < errors.memory
         return short, len(simulation.plan.pipeline_kinds), place
 
-    near = [place for place in range(len(choice.values)) if choice.worse(place) < errors.time]
+    near = [place for place in range(len(choice.values)) if choice.worse(place) <= errors.time]
     first = min(near, key=key)
     if not first:
         return choice

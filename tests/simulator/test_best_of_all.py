@@ -206,6 +206,11 @@ def test_of_plans_that_differ_by_less_than_the_error_of_the_times_the_simplest_i
     assert tables.preference_line(choice, far) == ""
 
 
+def test_the_fastest_plan_is_preferred_where_no_loss_is_tolerated() -> None:
+    choice = plan(synthetic_profile(), num_gpus=3, unequal=True)
+    assert preferred(choice, PlanRequest(), Errors(time=0.0, memory=0.0)) is choice
+
+
 @pytest.mark.parametrize(("mad", "error"), [(0.0, LEAST_TIME_ERROR), (0.2, 0.2 / 8**0.5)])
 def test_the_error_of_the_times_is_the_spread_of_one_pass_through_the_model(mad: float, error: float) -> None:
     profile = synthetic_profile(num_sections=4, overhead_s=0.0, backward_ratio=1.0, jitter=2 * mad)
