@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -77,8 +78,10 @@ class PlanChoice:
 
     def worse(self, place: int) -> float:
         """Return the share by which a simulation is worse than the best by the objective; negative: better."""
-        gain = self.values[place] / self.values[0]
-        return gain - 1 if self.objective == "usd_per_example" else 1 / gain - 1
+        more, less = self.values[0], self.values[place]
+        if self.objective == "usd_per_example":
+            more, less = less, more
+        return more / less - 1 if less else math.inf
 
     @cached_property
     def gap(self) -> float | None:

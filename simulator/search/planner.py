@@ -146,6 +146,9 @@ def _of_one_type(
     simulations = [pools.described(each) for each in found]
     simulations[0] = simulations[0].with_note(memory_sentence(sweep, shapes, ranked[0], objective))
     values = [objective.value(outcome.shape, outcome.mini_batch_ns / 1e9) for outcome in ranked]
+    if not values[0]:
+        message, allowed = "is so high that no shape makes progress", "fewer, or a shorter pause_s or replacement_s"
+        raise PlanError(message, field="revocations_per_hour", value=request.revocations_per_hour, allowed=allowed)
     return found, simulations, values, sum(replicas for _, replicas in shapes) if fastest else len(shapes)
 
 

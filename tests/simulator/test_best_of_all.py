@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from itertools import product
 
@@ -209,6 +210,7 @@ def test_of_plans_that_differ_by_less_than_the_error_of_the_times_the_simplest_i
 def test_the_fastest_plan_is_preferred_where_no_loss_is_tolerated() -> None:
     choice = plan(synthetic_profile(), num_gpus=3, unequal=True)
     assert preferred(choice, PlanRequest(), Errors(time=0.0, memory=0.0)) is choice
+    assert replace(choice, values=(1.0, *(0.0 for _ in choice.runners_up))).worse(1) == math.inf
 
 
 @pytest.mark.parametrize(("mad", "error"), [(0.0, LEAST_TIME_ERROR), (0.2, 0.2 / 8**0.5)])

@@ -178,6 +178,11 @@ MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
     ([], (*PLAN, "--objective", "dollars", "--price", "1e9"), "--price: is not a price"),
     ([], (*SIMULATE, "--slow", "0:2", "--slow", "0:3"), "--slow: is given twice (got '0:3')"),
     ([], (*SIMULATE, "--slow", "0:1e9"), "--slow: is not a slow worker"),
+    (
+        [],
+        (*PROGRESS, "--set", "revocations_per_hour=3600", "--set", "replacement_s=1e7", "--set", "pause_s=86400"),
+        "--set revocations_per_hour: is so high that no shape makes progress (got 3600.0); allowed: fewer",
+    ),
     ([], (*SIMULATE, "--gpus-per-node", str(10**20)), "--gpus-per-node: is out of range"),
 ]
 
