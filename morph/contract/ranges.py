@@ -32,7 +32,7 @@ class Range:
 
     def __str__(self) -> str:
         number = "a whole number" if self.whole else "a number"
-        high = f"{self.high:.0f}" if self.whole else f"{self.high:.16g}"
+        high = f"{int(self.high)}" if self.whole else f"{self.high:.16g}"
         return f"{number} above {self.low:g}, at most {high}" if self.above else f"{number} from {self.low:g} to {high}"
 
     def __contains__(self, value: object) -> bool:

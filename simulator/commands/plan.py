@@ -157,7 +157,7 @@ def plan_command(
     on_types = None if pool is None else Pool.parse(pool, "--pool")
     with from_options(context, profile, chosen):
         measured = profile_to_plan(profile, node_type, on_types)
-    request = replace(request_of(context, chosen), unequal=True)
+        request = replace(request_of(context, chosen), unequal=True)
     with from_options(context, profile, chosen), doing_if_long(f"simulating shapes ({COMPILED_ONCE})"):
         if numbers is not None and len(numbers) > 1:
             from simulator.render.curve import show_curve

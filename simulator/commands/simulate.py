@@ -121,6 +121,7 @@ def simulate_command(
                 engine=engine.value,
             )
             simulation = simulation.with_note(advice(measured, request, simulation))
+        pause_s = None if chosen.redundant_computation == "off" else simulation.mean_pause_s
     if png is not None:
         from simulator.render.timeline import draw_timeline
 
@@ -132,8 +133,8 @@ def simulate_command(
             "breakdown_s": simulation.breakdown_s,
             "jitter": None if simulation.jitter is None else asdict(simulation.jitter),
         }
-        if chosen.redundant_computation != "off":
-            answer["mean_pause_s"] = simulation.mean_pause_s
+        if pause_s is not None:
+            answer["mean_pause_s"] = pause_s
         print(json.dumps(answer))
         return
     from morph.tables import wide_console
@@ -146,7 +147,7 @@ def simulate_command(
     for line in tables.memory_lines(simulation):
         console.print(line)
     console.print(tables.ladder_table(simulation))
-    if chosen.redundant_computation != "off":
+    if pause_s is not None:
         console.print(tables.redundant_line(simulation))
     if png is not None:
         print(f"drawn: {png}")

@@ -29,15 +29,20 @@ FAIR = {
         *(
             ["--objective", "progress", "--set", "revocations_per_hour=1"],
             ["--jitter-seed", "3", "--set", "num_draws=2"],
+            ["--price", "2", "--budget", "6"],
             ["--schedule", "1f1b"],
         ),
     ),
-    "simulate": (["-P", "2"], ["-D", "2"], ["--jitter-seed", "3"], ["--slow", "0:2"], ["--set", "window_slope=2"]),
+    "simulate": (
+        *(["-P", "2"], ["-D", "2"], ["--jitter-seed", "3"], ["--slow", "0:2"], ["--set", "window_slope=2"]),
+        ["--set", "redundant_computation=efeb"],
+    ),
     "profile show": (),
 }
 OPTIONS = {
     "plan": (
         *("--gpus", "--nodes", "--gpus-per-node", "--memory-gib", "--m", "--price", "--jitter-seed", "--node-type"),
+        *("--budget", "--tolerance"),
         *(f"--set {name}" for name in PlanSettings.model_fields),
     ),
     "simulate": (
@@ -111,6 +116,7 @@ def _refused(path: Path, *arguments: str) -> str:
     if result.exit_code == 0:
         return ""
     assert result.exit_code == 2, (arguments, result.exit_code, result.exception)
+    assert not result.stdout, "an answer precedes the refusal"
     assert result.exception is None or isinstance(result.exception, SystemExit)
     return result.stderr
 
@@ -126,7 +132,7 @@ def test_whatever_is_given_is_answered_or_refused_in_one_line(
     said = _refused(path, *arguments)
     if said.startswith("error: "):
         assert said.count("\n") == 1
-        assert "odd.json" in said or " -" in said, said
+        assert "odd.json: " in said or said.startswith("error: -"), said
     else:
         assert not said or "Usage: " in said
 
@@ -162,10 +168,21 @@ MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
         (*PLAN, "--jitter-seed", "1", "--set", f"num_draws={10**9}"),
         "--set num_draws: is out of range (got 1000000000); allowed: a",
     ),
-    ([], (*PLAN, "--jitter-seed", str(2**80)), "--jitter-seed: is out of range"),
+    (
+        [],
+        (*PLAN, "--jitter-seed", str(2**63)),
+        f"--jitter-seed: is out of range (got {2**63}); allowed: a whole number from 0 to {2**63 - 1}",
+    ),
+    ([], (*PLAN, "--price", "1", "--budget", "nan"), "--budget: is out of range (got nan); allowed: a number above 0"),
+    ([], (*PLAN, "--set", "zone_usd_per_gb=-1"), "--set zone_usd_per_gb: is out of range (got -1.0)"),
     ([], (*PROGRESS, "--set", "revocations_per_hour=1e6"), "--set revocations_per_hour: is out of range"),
     ([], (*REVOKED, "--set", "pause_s=1e308"), "--set pause_s: is out of range"),
     ([], (*REVOKED, "--set", "replacement_s=inf"), "--set replacement_s: must be"),
+    (
+        [],
+        (*PROGRESS, "--set", "revocations_per_hour=3600", "--set", "replacement_s=1e7", "--set", "pause_s=86400"),
+        "--set revocations_per_hour: is so high that no shape makes progress (got 3600.0); allowed: fewer",
+    ),
     ([], (*REVOKED, "--set", "revoked_together=0"), "--set revoked_together: is out of range"),
     ([], ("plan", "--gpus", "999999999"), "--gpus: is out of range"),
     ([], ("plan", "--gpus", "1..100000"), "--gpus: is not a range of GPUs"),
@@ -180,8 +197,8 @@ MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
     ([], (*SIMULATE, "--slow", "0:1e9"), "--slow: is not a slow worker"),
     (
         [],
-        (*PROGRESS, "--set", "revocations_per_hour=3600", "--set", "replacement_s=1e7", "--set", "pause_s=86400"),
-        "--set revocations_per_hour: is so high that no shape makes progress (got 3600.0); allowed: fewer",
+        ("simulate", "-P", "1", "--set", "redundant_computation=efeb"),
+        "--set redundant_computation: nobody takes over for a lost worker (got 'efeb')",
     ),
     ([], (*SIMULATE, "--gpus-per-node", str(10**20)), "--gpus-per-node: is out of range"),
 ]
