@@ -41,17 +41,24 @@ def check_output(*paths: Path | None) -> None:
             problem, allowed = f"{path.suffix} is the ending of code or settings", "another name"
         elif not path.parent.is_dir():
             problem = "its folder does not exist"
-        elif not os.access(path.parent, os.W_OK):
+        elif not _is_stream(path) and not os.access(path.parent, os.W_OK):
             problem = "its folder is not writable"
         if problem:
             raise InputError(f"cannot be written: {problem}", source=str(path), allowed=allowed)
 
 
+def _is_stream(path: Path) -> bool:
+    return path.exists() and not path.is_file()
+
+
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write a file that the user requested, completely or not at all."""
+    """Write a file that the user requested, completely or not at all; into a device or pipe such as /dev/stdout."""
     check_output(path)
     try:
-        write_whole(path, content)
+        if _is_stream(path):
+            path.write_bytes(content.encode() if isinstance(content, str) else content)
+        else:
+            write_whole(Path(os.path.realpath(path)), content)
     except OSError as error:
         raise InputError(f"cannot be written: {error.strerror}", source=str(path)) from error
 

@@ -28,6 +28,7 @@ from pydantic import Field, ValidationError
 
 from morph.contract.base import Value, first_problem, read_text
 from morph.contract.errors import TraceError
+from morph.contract.files import write_output
 from morph.contract.kinds import TRACE, kind_in, mistaken
 
 HEADER = ("time_s", "event", "node_id", "zone", "instance_type", "source", "notice_s", "usd_per_h")
@@ -267,14 +268,15 @@ def write_trace(trace: Trace, path: Path) -> None:
     if trace.prices:
         columns.append("usd_per_h")
     lines: Iterable[TraceEvent | TracePrice] = heapq.merge(trace.prices, trace.events, key=lambda line: line.time_s)
-    with path.open("w", encoding="utf-8", newline="") as out:
-        writer = csv.DictWriter(out, columns)
-        writer.writeheader()
-        for line in lines:
-            cells = {name: _cell(value) for name, value in line.model_dump(exclude_none=True).items()}
-            writer.writerow({"event": "price", **cells})
-        if trace.end_s is not None:
-            writer.writerow({"event": "end", "time_s": _cell(max(trace.end_s, trace.duration_s))})
+    out = io.StringIO()
+    writer = csv.DictWriter(out, columns)
+    writer.writeheader()
+    for line in lines:
+        cells = {name: _cell(value) for name, value in line.model_dump(exclude_none=True).items()}
+        writer.writerow({"event": "price", **cells})
+    if trace.end_s is not None:
+        writer.writerow({"event": "end", "time_s": _cell(max(trace.end_s, trace.duration_s))})
+    write_output(path, out.getvalue())
 
 
 def _cell(value: float | str) -> str:

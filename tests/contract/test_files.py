@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import pytest
 from pydantic import TypeAdapter, ValidationError
 
 from morph.contract.errors import InputError, PlanError, ProfileError
-from morph.contract.files import PRIVATE, write_whole
+from morph.contract.files import PRIVATE, write_output, write_whole
 from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan, kinds_in, load_plan, reduction_rounds
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile, load_profile
@@ -36,6 +37,21 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write_whole(tmp_path / "taken", "text")
     assert [entry.name for entry in tmp_path.rglob("*")] == ["taken", "inside"]
+
+
+def test_what_a_user_requests_goes_into_a_pipe_and_through_a_link_and_replaces_neither(tmp_path: Path) -> None:
+    pipe, link = tmp_path / "pipe", tmp_path / "link"
+    os.mkfifo(pipe)
+    link.symlink_to("file")
+    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    write_output(pipe, "text")
+    assert os.read(reader, 9) == b"text"
+    os.close(reader)
+    write_output(link, "text")
+    assert (link.is_symlink(), (tmp_path / "file").read_text()) == (True, "text")
+    (tmp_path / "lost").symlink_to("no/file")
+    with pytest.raises(InputError, match="lost: cannot be written: No such file"):
+        write_output(tmp_path / "lost", "text")
 
 
 Change = Callable[[dict[str, Any]], Any]
