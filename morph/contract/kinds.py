@@ -57,7 +57,7 @@ def kind_in(text: str) -> Kind | None:
     """Return the kind of a file with this text, which may be JSON, YAML or CSV; None if it is unknown."""
     try:
         data = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         header = text.partition("\n")[0].strip().split(",")
         return TRACE if "time_s" in header else kind_of(_TOP_LEVEL_KEY.findall(text))
     return kind_of(data) if isinstance(data, dict) else None

@@ -26,6 +26,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, ValidationError
 
+from morph.contract import ranges
 from morph.contract.base import Value, first_problem, read_text
 from morph.contract.errors import TraceError
 from morph.contract.files import write_output
@@ -41,7 +42,10 @@ _COLUMNS = {
 _MAY_BE_EMPTY = ("node_id", "notice_s", "usd_per_h")
 UNKNOWN = "unknown"
 
-TimeS = Annotated[float, Field(ge=0)]
+MOST_S = 1e13
+"""Later times are mistakes: seconds since 1970 replayed at the slowest speed are earlier."""
+
+TimeS = Annotated[float, Field(ge=0, le=MOST_S)]
 
 
 class TraceEvent(Value):
@@ -60,7 +64,7 @@ class TracePrice(Value):
     """From this time on a VM of this zone and instance type costs this much."""
 
     time_s: TimeS
-    usd_per_h: Annotated[float, Field(ge=0)]
+    usd_per_h: Annotated[float, Field(ge=0, le=ranges.USD_PER_HOUR.high)]
     zone: str = UNKNOWN
     instance_type: str = UNKNOWN
     source: str = ""

@@ -23,8 +23,9 @@ from typing import Any
 
 import numpy as np
 
+from morph.contract import ranges
 from morph.contract.errors import TraceError
-from morph.contract.trace import UNKNOWN, Trace, TraceEvent, TracePrice, check_order, parse_trace, trace_text
+from morph.contract.trace import MOST_S, UNKNOWN, Trace, TraceEvent, TracePrice, check_order, parse_trace, trace_text
 
 MOST_VMS = 100_000
 _EVENTS = re.compile(r"\s*\d+(\.\d+)?\s*,\s*(add|remove)\s*,.*")
@@ -107,7 +108,7 @@ def _from_events(lines: list[tuple[str, list[str]]], place: ZoneAndType, path: P
     events: list[tuple[str, TraceEvent]] = []
     for where, line in lines:
         time_ms, event, node = _cells(where, line, 3, "time_ms,add|remove,node")
-        time_s = _number(time_ms, where, "time_ms", "milliseconds, 0 or more") / 1000
+        time_s = _number(time_ms, where, "time_ms", "milliseconds, 0 or more", MOST_S * 1000) / 1000
         if event not in ("add", "remove"):
             raise TraceError("is not an event", source=where, field="event", value=event, allowed="'add' or 'remove'")
         if _NODE.fullmatch(node) is None:
@@ -142,10 +143,12 @@ def _from_json(text: str, path: Path, place: ZoneAndType, seed: int) -> Trace:
         content = json.loads(text)
     except json.JSONDecodeError as error:
         raise TraceError(f"is not JSON: {error.msg}", source=f"{path}, line {error.lineno}") from error
+    except RecursionError as error:
+        raise TraceError("is nested too deeply", source=str(path)) from error
     metadata = content.get("metadata")
     gap = metadata.get("gap_seconds") if isinstance(metadata, dict) else None
-    if isinstance(gap, bool) or not isinstance(gap, int | float) or not gap > 0:
-        allowed = "seconds, more than 0"
+    if isinstance(gap, bool) or not isinstance(gap, int | float) or not 0 < gap <= 1e6:
+        allowed = "seconds, more than 0, at most 1000000"
         raise TraceError(
             "is missing or wrong", source=str(path), field="metadata.gap_seconds", value=gap, allowed=allowed
         )
@@ -166,7 +169,8 @@ def _from_json(text: str, path: Path, place: ZoneAndType, seed: int) -> Trace:
     )
     counts = [(number * gap, _count(count, f"{path}, data[{number}]")) for number, count in enumerate(data)]
     usd = [
-        _number(price, f"{path}, prices[{number}]", "prices", "dollars an hour") for number, price in enumerate(prices)
+        _number(price, f"{path}, prices[{number}]", "prices", str(ranges.USD_PER_HOUR))
+        for number, price in enumerate(prices)
     ]
     changed = [number for number, price in enumerate(usd) if not number or price != usd[number - 1]]
     return Trace(
@@ -202,12 +206,12 @@ def _count(value: object, where: str) -> int:
     return int(number)
 
 
-def _number(value: object, where: str, field: str, allowed: str) -> float:
+def _number(value: object, where: str, field: str, allowed: str, most: float = ranges.USD_PER_HOUR.high) -> float:
     try:
         number = float("nan") if isinstance(value, bool) or value is None else float(str(value))
     except ValueError:
         number = float("nan")
-    if not 0 <= number < float("inf"):
+    if not 0 <= number <= most:
         raise TraceError("is not a number", source=where, field=field, value=value, allowed=allowed)
     return number
 
