@@ -167,8 +167,8 @@ class Reached:
                 value = float(number) if name in names else 0.0
             except ValueError:
                 value = 0.0
-            if not 0 < value <= 1:
-                allowed = f"{', '.join(f'{known}=SHARE' for known in names)}, each above 0 and at most 1"
+            if not 0.01 <= value <= 1:
+                allowed = f"{', '.join(f'{known}=SHARE' for known in names)}, each from 0.01 to 1"
                 raise ConfigError("is not a share that is reached", field="--reach", value=part, allowed=allowed)
             shares = replace(shares, **{name: value})
         return shares

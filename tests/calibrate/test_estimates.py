@@ -19,7 +19,7 @@ from calibrate.estimating.roofline import Operation, counted, total_s
 from calibrate.timing.clocks import CpuClock
 from calibrate.timing.samples import Sampling
 from morph.cli.main import app
-from morph.contract.errors import ConfigError, JobError
+from morph.contract.errors import ConfigError, JobError, PlanError
 from morph.contract.profile import Profile, load_profile, write_profile
 
 ROOT = Path(__file__).parents[2]
@@ -133,9 +133,13 @@ def test_what_is_not_known_is_named_with_what_is() -> None:
     with pytest.raises(ConfigError, match=r"--device: has no data sheet \(got 'b900'\); allowed: a100, a100-40, gh200"):
         sheet_of("b900")
     assert Reached.parse("compute=0.5, memory=1") == Reached(compute=0.5, memory=1.0)
-    for wrong in ("compute=0", "speed=0.5", "memory=high", "links=1.5", "compute"):
+    for wrong in ("compute=0", "speed=0.5", "memory=high", "links=1.5", "compute", "network=1e-9"):
         with pytest.raises(ConfigError, match="--reach: is not a share that is reached"):
             Reached.parse(wrong)
+    with pytest.raises(
+        PlanError, match=r"--gbit-per-s: is out of range \(got 1e-09\); allowed: a number from 0\.01 to"
+    ):
+        estimate_profile(TINY, ["h100"], gbit_per_s=1e-9)
 
 
 def test_whoever_shows_estimated_times_says_so(tiny: Profile, tmp_path: Path) -> None:

@@ -173,6 +173,11 @@ MALFORMED: list[tuple[Changes, tuple[str, ...], str]] = [
         (*PLAN, "--jitter-seed", str(2**63)),
         f"--jitter-seed: is out of range (got {2**63}); allowed: a whole number from 0 to {2**63 - 1}",
     ),
+    (
+        [],
+        (*PLAN, "--set", "zone_gbit_per_s=1e-9"),
+        "--set zone_gbit_per_s: is out of range (got 1e-09); allowed: a number from 0.0001 to 100000",
+    ),
     ([], (*PLAN, "--price", "1", "--budget", "nan"), "--budget: is out of range (got nan); allowed: a number above 0"),
     ([], (*PLAN, "--set", "zone_usd_per_gb=-1"), "--set zone_usd_per_gb: is out of range (got -1.0)"),
     ([], (*PROGRESS, "--set", "revocations_per_hour=1e6"), "--set revocations_per_hour: is out of range"),
