@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from morph.cli.reading.errors import places
 from morph.cli.reading.options import JsonOption, PngOption, SettingsOption
 from morph.cli.reading.progress import COMPILED_ONCE, doing_if_long, progress
 from morph.contract import ranges
@@ -182,7 +183,10 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
         pool = most_of_types([trace for _, _, trace in cases], types, "--node-types") if types else None
         nodes = None if gpus_per_vm == 1 else gpus_per_vm
         request = PlanRequest(memory_bytes=memory_bytes, redundancy=decides.redundancy, num_gpus_per_node=nodes)
-        with doing_if_long(f"planning for 1 to {most} {'VMs' if nodes is None else 'GPUs'} ({COMPILED_ONCE})"):
+        of_cluster_file = memory_gib is None and memory_bytes is not None
+        where = (str(cluster or profile), "vms.memory_bytes") if of_cluster_file else (str(profile), "--memory-gib")
+        planning = doing_if_long(f"planning for 1 to {most} {'VMs' if nodes is None else 'GPUs'} ({COMPILED_ONCE})")
+        with planning, places({"memory_bytes": where}):
             job = job_from_profile(
                 measured,
                 most if pool is None else pool,

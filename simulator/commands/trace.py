@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from morph.cli.reading.errors import places
 from morph.cli.reading.options import JsonOption, SettingsOption
 from morph.contract.files import check_output, write_output
 from morph.words import counted
@@ -114,7 +115,8 @@ def convert_command(
         end_s = trace.duration_s if hours is None else (from_h + hours) * 3600
         if end_s > trace.duration_s:
             print(f"note: the traces end after {trace.duration_s / 3600:.4g} h", file=sys.stderr)
-        trace = part_of(trace, from_h * 3600, end_s)
+        with places({"trace": (", ".join(map(str, traces)), "--from-h")}):
+            trace = part_of(trace, from_h * 3600, end_s)
     write_trace(trace, output)
     print(f"{_told(trace)}; written: {output}")
 
@@ -175,7 +177,9 @@ def plot_command(
     check_output(png)
     trace = read_traces(traces)
     name = traces[0].stem if len(traces) == 1 else f"{len(traces)} traces"
-    draw_trace(trace, name, png, fitted(trace, window_s=window_s) if fit else None)
+    with places({"trace": (", ".join(map(str, traces)), "--fit")}):
+        model = fitted(trace, window_s=window_s) if fit else None
+    draw_trace(trace, name, png, model)
     print(f"{_told(trace)}; drawn: {png}")
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from morph.cli.reading.errors import places
 from morph.contract.errors import ConfigError, TraceError
 from morph.yaml_files import SET
 from simulator.commands.settings import DrawnTrace
@@ -74,7 +75,8 @@ def model_of(vms: int | None, like: Path | None, model: Path | None, drawn: Draw
             num_zones=zones or min(2, vms),
         )
     else:
-        chosen = fit(read_traces([like])) if like is not None else load_model(model)  # type: ignore[arg-type]
+        with places({"trace": (str(like), "--like")}):
+            chosen = fit(read_traces([like])) if like is not None else load_model(model)  # type: ignore[arg-type]
         chosen = chosen if zones is None else chosen.with_zones(zones)
     return chosen if drawn.notice is None else chosen.model_copy(update=_notice(str(drawn.notice)))
 

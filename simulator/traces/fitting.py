@@ -38,7 +38,7 @@ def fit(trace: Trace, *, window_s: float = WINDOW_S, start_hour: float = 0.0) ->
     whole = statistics.get(ALL) or next(iter(statistics.values()))
     if not whole.num_lost or not whole.vm_hours:
         what = "is lost in it" if not whole.num_lost else "is there for any time"
-        raise TraceError(f"cannot be fitted: no VM {what}", source="trace")
+        raise TraceError(f"cannot be fitted: no VM {what}", field="trace")
     revocations = revocations_of(trace, window_s)
     zones = tuple(
         _zone(of_zone, trace, start_hour)

@@ -235,7 +235,7 @@ def part_of(trace: Trace, start_s: float, end_s: float) -> Trace:
     if start_s >= trace.duration_s or not (there or any(event.event == "add" for event in later)):
         allowed = f"a part of 0 to {trace.duration_s / 3600:.4g} h in which a VM is there"
         raise TraceError(
-            "holds no VM", source="trace", value=f"{start_s / 3600:g} h to {end_s / 3600:g} h", allowed=allowed
+            "holds no VM", field="trace", value=f"{start_s / 3600:g} h to {end_s / 3600:g} h", allowed=allowed
         )
     events = []
     for event in (*there.values(), *later):

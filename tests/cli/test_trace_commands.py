@@ -84,6 +84,8 @@ def test_other_formats_are_converted(tmp_path: Path) -> None:
     beyond = run("convert", *files, "--from-h", 1, "--hours", 6, "-o", out)
     assert "note: the traces end after 4 h" in beyond
     assert load_trace(out).duration_s == 3 * 3600
+    after = run("convert", files[0], "--from-h", 9, "-o", out, code=2)
+    assert f"{files[0]}: --from-h: holds no VM (got '9 h to 4 h')" in after
 
 
 @pytest.mark.parametrize(
@@ -260,7 +262,8 @@ def test_a_recorded_trace_has_no_more_vms_than_a_cluster_file_keeps(files: tuple
         ([], "--vms: is missing"),
         (["--trace", "endless.csv", "--until", "10"], "endless.csv: event: ends with its first events"),
         (["--trace", "endless.csv"], "or a last line such as 86400,end for the second at which the recording ended"),
-        (["--trace", "few.csv"], "the job does not fit in the memory of 1 devices"),
+        (["--trace", "few.csv"], "profile.json: --memory-gib: the job does not fit in the memory of 1 devices"),
+        (["--like", "few.csv"], "few.csv: --like: cannot be fitted: no VM is lost in it"),
         (["--trace", "many.csv"], "--trace: has too many GPUs at once (got 2001); allowed: 1 to 2000 GPUs"),
         (["--trace", "absent.csv"], "absent.csv: cannot be read"),
         (["--vms", "4", "--csv", "/nowhere/out.csv"], "/nowhere"),
