@@ -158,16 +158,12 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     if most_wanted is not None:
         cases = tuple((name, number, trace.at_most(most_wanted)) for name, number, trace in cases)
     priced = price is not None or all(trace.prices for _, _, trace in cases)
-    if objective is AimName.DOLLARS and not (priced and (on_demand_price or "on-demand" not in names)):
-        allowed = "with --price, and --on-demand-price for on-demand"
+    priced &= "on-demand" not in names or bool(on_demand_price)
+    allowed = "with --price, and --on-demand-price above 0 for on-demand"
+    if objective is AimName.DOLLARS and not priced:
         raise ConfigError("needs prices", field="--objective", value=objective.value, allowed=allowed)
-    if bound is not None and bound.kind == "usd" and (not priced or ("on-demand" in names and not on_demand_price)):
-        raise ConfigError(
-            "needs prices",
-            field="--until",
-            value=until or f"{bound.amount:g}usd",
-            allowed="with --price, and --on-demand-price for on-demand",
-        )
+    if bound is not None and bound.kind == "usd" and not priced:
+        raise ConfigError("needs prices", field="--until", value=until or f"{bound.amount:g}usd", allowed=allowed)
     if numbers is not None and gpus_per_vm > 1:
         raise ConfigError("a job on one VM has one worker", field="--gpus-per-vm", value=gpus_per_vm, allowed="1")
     job: SpotJob | OneVmJob
@@ -186,7 +182,7 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
         of_cluster_file = memory_gib is None and memory_bytes is not None
         where = (str(cluster or profile), "vms.memory_bytes") if of_cluster_file else (str(profile), "--memory-gib")
         planning = doing_if_long(f"planning for 1 to {most} {'VMs' if nodes is None else 'GPUs'} ({COMPILED_ONCE})")
-        with planning, places({"memory_bytes": where}):
+        with planning, places({"memory_bytes": where, "pool": (str(profile), "--node-types")}):
             job = job_from_profile(
                 measured,
                 most if pool is None else pool,
