@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 from collections.abc import Callable
@@ -12,8 +13,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from manager import run_dir
 from morph.contract.errors import InputError, PlanError, ProfileError
-from morph.contract.files import PRIVATE, write_whole
+from morph.contract.files import PRIVATE, check_output, write_whole
 from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan, kinds_in, load_plan, reduction_rounds
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile, load_profile
@@ -36,6 +38,23 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
     with pytest.raises(IsADirectoryError):
         write_whole(tmp_path / "taken", "text")
     assert [entry.name for entry in tmp_path.rglob("*")] == ["taken", "inside"]
+
+
+def test_an_output_replaces_no_device_and_no_pipe(tmp_path: Path) -> None:
+    """``--csv /dev/stdout`` as root put a file in the place of the device, also where a link leads to a file."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null"), Path("/dev/stdout"), Path("/dev/new")):
+        with pytest.raises(InputError, match=f"^{path}: cannot be written: it is a device or a pipe; allowed: a reg"):
+            check_output(path)
+
+
+@pytest.mark.parametrize("name", [run_dir.RUN, run_dir.LOCK, run_dir.COMMAND, run_dir.JOURNAL, run_dir.ATTACHMENT])
+def test_an_output_replaces_no_file_that_its_run_needs(tmp_path: Path, name: str) -> None:
+    check_output(tmp_path / name)
+    (tmp_path / run_dir.RUN).touch()
+    with pytest.raises(InputError, match="the run in its folder needs this file; allowed: another name"):
+        check_output(tmp_path / name)
+    check_output(tmp_path / "report.html", tmp_path / "timeline-0.json")
 
 
 Change = Callable[[dict[str, Any]], Any]
