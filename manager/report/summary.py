@@ -10,7 +10,7 @@ from pathlib import Path
 from manager.accounting.account import Account, TimeUse
 from manager.report.events import morph_line
 from manager.report.values import RunReport, numbers_text, rates_text
-from manager.run_dir import GOES_ON, SILENT_S, GoesOn, holder_of, of_manager
+from manager.run_dir import GOES_ON, SILENT_S, GoesOn, holder_of, of_manager, resuming
 from morph.contract.base import read_json
 from morph.contract.errors import RunDirError
 from morph.contract.pool import several_types
@@ -38,7 +38,7 @@ def with_its_manager(report: RunReport, run_dir: Path) -> RunReport:
     if not wrong:
         return report
     last = f"the last entry of its journal is of {moment_text(report.end_s)} UTC"
-    then = "" if holder_of(run_dir) is not None else f"; to go on: morph resume {run_dir}"
+    then = "" if holder_of(run_dir) is not None else f"; to go on: {resuming(run_dir)}"
     return report.model_copy(update={"outcome": "unmanaged", "sentence": f"{wrong}; {last}{then}"})
 
 
