@@ -8,6 +8,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import shlex
 import socket
 import threading
 import time
@@ -80,6 +81,11 @@ def read_facts(path: Path) -> RunFacts:
     if not is_run(path):
         raise RunDirError(f"is not a run directory: it has no {RUN}", source=str(path), allowed=_OF_RUNS)
     return read_json(path / RUN, RunFacts, RunDirError)
+
+
+def resuming(path: Path) -> str:
+    """Return the command that resumes a run, as a shell takes it."""
+    return shlex.join(["morph", "resume", str(path)])
 
 
 def is_run(path: Path) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -24,7 +25,7 @@ from manager.report.values import RunReport
 from manager.run.prepared import Inputs, prepared, read_inputs
 from manager.run.request import IfChanged, RunRequest
 from manager.run.train import train
-from manager.run_dir import as_its_folder
+from manager.run_dir import COMMAND, as_its_folder, resuming
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INTERRUPTED, places
 from morph.cli.reading.progress import doing, doing_if_long
 from morph.contract.cluster import LocalVms
@@ -81,10 +82,11 @@ def carry_out(
         with places(inputs.places), prepared(inputs, if_changed, doing=doing, take_over=take_over) as run:
             finish, report = train(run, partial(shown.view, run_dir=directory), forever=is_kept_up())
     except KeyboardInterrupt:
-        print(
-            f"the same command continues from the newest checkpoint, and so does morph resume {directory}",
-            file=sys.stderr,
-        )
+        if (directory / COMMAND).exists():
+            print(
+                f"the same command continues from the newest checkpoint, and so does {resuming(directory)}",
+                file=sys.stderr,
+            )
         raise
     leave_word(outcome=finish.outcome, sentence=finish.sentence[:MOST_SAID], at_limit=finish.at_limit)
     with redirect_stdout(sys.stderr if shown.as_json else sys.stdout):
@@ -114,10 +116,11 @@ def _exit_code(finish: Finish) -> int:
 def _conclude(finish: Finish, report: RunReport, run_dir: Path) -> None:
     print(summarise(report))
     if report.steps:
-        print(f"to draw this run: morph status {run_dir} --png {run_dir / 'run.png'}")
+        drawing = shlex.join(["morph", "status", str(run_dir), "--png", str(run_dir / "run.png")])
+        print(f"to draw this run: {drawing}")
     if finish.outcome == "stopped":
         version = report.checkpoint_version or 0
-        print(f"stopped; the same command continues from step {version}, and so does morph resume {run_dir}")
+        print(f"stopped; the same command continues from step {version}, and so does {resuming(run_dir)}")
 
 
 def _write_timeline(run_dir: Path, step: int) -> None:

@@ -212,11 +212,11 @@ def stop_command(
     Example:
       morph stop runs/tiny
     """
-    from manager.run_dir import ask_to_stop, read_facts, wait_for_end
+    from manager.run_dir import ask_to_stop, read_facts, resuming, wait_for_end
 
     read_facts(run_dir)
     holder = ask_to_stop(run_dir)
     print(f"the run (process {holder}) was asked to stop at the next step boundary", flush=True)
     if wait:
         wait_for_end(run_dir, wait)
-        print(f"the run has ended; morph resume {run_dir} continues it from its newest checkpoint")
+        print(f"the run has ended; {resuming(run_dir)} continues it from its newest checkpoint")

@@ -144,7 +144,7 @@ def run_facts(planned: Planned) -> RunFacts:
     job, plan = planned.profile.job, planned.plan
     return RunFacts(
         job=f"rehearsal of {job.name}",
-        fingerprint=job.fingerprint,
+        fingerprint=f"rehearsal of {job.fingerprint}",  # no run continues here, and no run is rehearsed over
         micro_batch_size=plan.micro_batch_size,
         batch_size=job.batch_size,
         num_sections=planned.profile.num_sections,

@@ -10,7 +10,7 @@ from pathlib import Path
 from manager.accounting.account import Account, TimeUse
 from manager.report.events import morph_line
 from manager.report.values import RunReport, numbers_text, rates_text
-from manager.run_dir import GOES_ON, SILENT_S, GoesOn, holder_of, of_manager
+from manager.run_dir import GOES_ON, SILENT_S, GoesOn, holder_of, of_manager, resuming
 from morph.contract.base import read_json
 from morph.contract.errors import RunDirError
 from morph.contract.pool import several_types
@@ -31,15 +31,16 @@ def with_its_manager(report: RunReport, run_dir: Path) -> RunReport:
     waits = read_json(run_dir / GOES_ON, GoesOn, RunDirError) if (run_dir / GOES_ON).is_file() else None
     if waits is not None and waits.again_s + SILENT_S >= now_s and holder_of(run_dir) is None:
         sentence = f"{waits.sentence}; it continues at {moment_text(waits.again_s)} UTC (--forever)"
-        return report.model_copy(update={"outcome": "unmanaged", "sentence": sentence})
+        return report.model_copy(update={"outcome": "unmanaged", "sentence": sentence, "next_save": None})
     if report.outcome != "running":
         return report
     wrong = of_manager(run_dir, now_s)
     if not wrong:
         return report
     last = f"the last entry of its journal is of {moment_text(report.end_s)} UTC"
-    then = "" if holder_of(run_dir) is not None else f"; to go on: morph resume {run_dir}"
-    return report.model_copy(update={"outcome": "unmanaged", "sentence": f"{wrong}; {last}{then}"})
+    then = "" if holder_of(run_dir) is not None else f"; to go on: {resuming(run_dir)}"
+    sentence = f"{wrong}; {last}{then}"
+    return report.model_copy(update={"outcome": "unmanaged", "sentence": sentence, "next_save": None})
 
 
 def summarise(report: RunReport, *, verbose: bool = False) -> str:

@@ -34,6 +34,7 @@ from manager.run_dir import (
     is_run,
     not_writable,
     read_facts,
+    resuming,
     write_in_run_dir,
 )
 from morph.checkpoint.manifest import write_atomically
@@ -139,7 +140,7 @@ def recover(
     """
     check_free(run_dir)
     if is_run(run_dir):
-        allowed = f"a new or empty directory; to go on with that run: morph resume {run_dir}"
+        allowed = f"a new or empty directory; to go on with that run: {resuming(run_dir)}"
         raise RunDirError("is a run directory already", source=str(run_dir), field="--run-dir", allowed=allowed)
     if cluster is None and isinstance(recovery.cluster.vms, ProvidedVms):
         raise ConfigError(

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from manager.host.plain_http import HttpFailed, fetch
 from manager.host.signals import BY_USER
+from manager.run_dir import resuming
 from manager.trackers.sinks import Noted, Sink, Told
 from morph.contract.cluster import Notify
 from morph.contract.errors import ConfigError
@@ -125,7 +126,7 @@ class Alerts(Sink):
         if self._over:
             return
         if not self._forever:
-            self._alert("manager_gone", f"the run's manager is gone; to go on: morph resume {self._run_dir}")
+            self._alert("manager_gone", f"the run's manager is gone; to go on: {resuming(self._run_dir)}")
         elif not self._is_down:
             self._stopped = True
             sentence = "the run's manager is gone; another one will continue the run (--forever)"

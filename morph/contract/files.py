@@ -14,6 +14,12 @@ from morph.contract.errors import InputError
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """Errors of a disk that is full or read-only, which may pass."""
 PRIVATE = 0o600
+RUN = "run.json"
+"""The file that makes a folder that of a run."""
+FILES_OF_RUNS = frozenset(
+    {RUN, "run.lock", "command.json", "journal.sqlite", "attach.json", "vms.json", "lease.json", "goes_on.json"}
+)
+"""Files in a run's folder without which it cannot be resumed or watched."""
 _EPOCH = (1980, 1, 1, 0, 0, 0)
 
 
@@ -31,34 +37,33 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
         raise
 
 
-def check_output(*paths: Path | None) -> None:
-    """Refuse files that cannot be written, or whose names are those of code or settings, before any work."""
+def check_output(*paths: Path | None, read: Path | None = None) -> None:
+    """Refuse what cannot be written, devices, files of code, settings or a run, and what is ``read``, before any work."""
     for path in filter(None, paths):
         problem, allowed = "", "a file in an existing folder"
         if path.is_dir():
             problem, allowed = "it is a folder", "a file name"
+        elif (path.exists() and not path.is_file()) or path.parent.absolute() == Path("/dev"):
+            problem, allowed = "it is a device or a pipe", "a regular file"  # a rename would replace it
+        elif path.name in FILES_OF_RUNS and (path.parent / RUN).exists():
+            problem, allowed = "the run in its folder needs this file", "another name"
+        elif read is not None and read.exists() and path.exists() and path.samefile(read):
+            problem, allowed = "the command reads this file", "another name"
         elif path.suffix in (".py", ".yaml", ".yml"):
             problem, allowed = f"{path.suffix} is the ending of code or settings", "another name"
         elif not path.parent.is_dir():
             problem = "its folder does not exist"
-        elif not _is_stream(path) and not os.access(path.parent, os.W_OK):
+        elif not os.access(path.parent, os.W_OK):
             problem = "its folder is not writable"
         if problem:
             raise InputError(f"cannot be written: {problem}", source=str(path), allowed=allowed)
 
 
-def _is_stream(path: Path) -> bool:
-    return path.exists() and not path.is_file()
-
-
 def write_output(path: Path, content: str | bytes) -> None:
-    """Write a file that the user requested, completely or not at all; into a device or pipe such as /dev/stdout."""
+    """Write a file that the user requested, completely or not at all; through a link if the path is one."""
     check_output(path)
     try:
-        if _is_stream(path):
-            path.write_bytes(content.encode() if isinstance(content, str) else content)
-        else:
-            write_whole(Path(os.path.realpath(path)), content)
+        write_whole(Path(os.path.realpath(path)), content)
     except OSError as error:
         raise InputError(f"cannot be written: {error.strerror}", source=str(path)) from error
 

@@ -18,12 +18,13 @@ from typer.testing import CliRunner
 
 from manager.commands.inject import seconds_of
 from manager.engine.local_vms.namespaces import check_permitted
+from manager.rehearsal import RehearsalSpec, plan_rehearsal, run_facts
 from manager.run_dir import RunDir, RunFacts
 from morph.checkpoint.manifest import version_url, write_manifest
 from morph.cli.main import app
 from morph.contract import ranges
 from morph.contract.checkpoint import Manifest, UnitFile
-from morph.contract.errors import ConfigError, InputError
+from morph.contract.errors import ConfigError, InputError, RunDirError
 from morph.contract.profile import Profile
 from simulator import synthetic_profile
 from tests.cli.given import Given, without_phases
@@ -354,6 +355,21 @@ def test_a_mistake_is_one_line_that_names_it(profile: Path, arguments: list[str]
     for part in parts:
         assert part in line
     assert set(profile.parent.iterdir()) == before
+
+
+@pytest.mark.parametrize("rehearsed_first", [False, True])
+def test_a_run_and_a_rehearsal_of_its_job_share_no_folder(tmp_path: Path, rehearsed_first: bool) -> None:
+    """A rehearsal in a run's folder replaced the trained weights by emulated ones."""
+    profile = synthetic_profile(num_sections=6, batch_size=8, micro_batch_sizes=(2,))
+    rehearsal = run_facts(plan_rehearsal(RehearsalSpec(profile=profile, num_stages=2, num_hosts=2)))
+    run = rehearsal.model_copy(update={"job": "job.py:job", "fingerprint": profile.job.fingerprint})
+    first, second = (rehearsal, run) if rehearsed_first else (run, rehearsal)
+    with RunDir(tmp_path / "run", first):
+        pass
+    with pytest.raises(RunDirError, match=f"belongs to the job {first.job}"), RunDir(tmp_path / "run", second):
+        pass
+    with RunDir(tmp_path / "run", first):
+        pass
 
 
 @pytest.mark.parametrize(

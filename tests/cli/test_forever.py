@@ -18,7 +18,10 @@ from typer.testing import CliRunner
 from manager.commands.forever import Ended, ends
 from manager.commands.service import STARTS, Kind, service_text
 from manager.controller.state.config import ControllerConfig
+from manager.controller.state.saves import NextSave
 from manager.journal.journal import Journal
+from manager.report.journal_reader import read_report
+from manager.report.summary import with_its_manager
 from manager.run_dir import GOES_ON, LOCK, SILENT_S, GoesOn, RunDir, RunFacts, of_manager
 from morph.cli.main import app
 from morph.cli.reading.errors import EXIT_GOES_ON, EXIT_INPUT, EXIT_INTERRUPTED
@@ -145,12 +148,16 @@ def test_status_says_that_the_manager_is_gone_or_silent_here_and_elsewhere(tmp_p
         with Journal.open(path / "journal.sqlite") as journal:
             journal.append_config(1000.0, CONFIG)
         assert "running" in told()
+        due = NextSave(due_s=now_s, interval_s=6.0, kind="insurance", why="w")
+        managed = read_report(path).model_copy(update={"next_save": due})
+        assert with_its_manager(managed, path).next_save == due
         os.utime(lock, (now_s - 95, now_s - 95))
         assert f"unmanaged (its manager, process {os.getpid()}, has given no sign of life for 9" in told()
         (path / GOES_ON).write_text(GoesOn(sentence="x", again_s=now_s).model_dump_json())
         assert "no sign of life" in told(), "a manager lives, whatever was waited for before"
         (path / GOES_ON).unlink()
     assert "unmanaged (no process manages it; the last entry of its journal is of 1970-01-01 00:16:40 UTC" in told()
+    assert with_its_manager(managed, path).next_save is None, "nobody will save"
     (path / GOES_ON).write_text(GoesOn(sentence="it was killed", again_s=now_s).model_dump_json())
     assert "unmanaged (it was killed; it continues at" in told()
     (path / GOES_ON).write_text(GoesOn(sentence="it was killed", again_s=now_s - 2 * SILENT_S).model_dump_json())

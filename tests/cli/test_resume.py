@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from manager.run.request import RunRequest, keep_request, kept_request
+from manager.commands import carry_out
+from manager.run.request import IfChanged, RunRequest, keep_request, kept_request
 from manager.run_dir import COMMAND, RunDir, RunFacts
 from morph.cli.main import app
 from morph.contract.errors import InputError, RunDirError
@@ -115,3 +117,26 @@ def test_a_directory_without_a_run_is_refused_in_one_line(kept: Kept, name: str,
     assert result.exit_code == 2
     (line,) = without_phases(result.stderr)
     assert problem in line
+
+
+@pytest.mark.parametrize("kept_before", [True, False])
+def test_ctrl_c_names_only_a_command_that_works(
+    kept: Kept, kept_before: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before its preparation is over, a new run has no directory: `morph resume` would refuse it."""
+    run_dir = kept.run_dir.rename("my run") if kept_before else Path("not begun")
+    kept.run_dir = run_dir
+    if kept_before:
+        kept.keep()
+
+    def interrupted(*_: object, **__: object) -> object:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(carry_out, "read_inputs", lambda *_: SimpleNamespace(run_dir=run_dir, places={}))
+    monkeypatch.setattr(carry_out, "check_device", lambda _: None)
+    monkeypatch.setattr(carry_out, "prepared", interrupted)
+    request = RunRequest(job="job.py:job", steps=9)
+    with pytest.raises(KeyboardInterrupt):
+        carry_out.carry_out(request, run_dir, carry_out.Shown(plain=True), IfChanged.REFUSE, take_over=False)
+    said = "the same command continues from the newest checkpoint, and so does morph resume 'my run'\n"
+    assert capsys.readouterr().err == (said if kept_before else "")

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from pydantic import TypeAdapter, ValidationError
 
+from manager import run_dir
 from morph.contract.errors import InputError, PlanError, ProfileError
-from morph.contract.files import PRIVATE, write_output, write_whole
+from morph.contract.files import PRIVATE, check_output, write_output, write_whole
 from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan, kinds_in, load_plan, reduction_rounds
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile, load_profile
@@ -39,19 +40,40 @@ def test_a_file_that_cannot_be_replaced_stays_as_it_was(tmp_path: Path) -> None:
     assert [entry.name for entry in tmp_path.rglob("*")] == ["taken", "inside"]
 
 
-def test_what_a_user_requests_goes_into_a_pipe_and_through_a_link_and_replaces_neither(tmp_path: Path) -> None:
-    pipe, link = tmp_path / "pipe", tmp_path / "link"
-    os.mkfifo(pipe)
+def test_an_output_does_not_replace_what_its_command_reads(tmp_path: Path) -> None:
+    """``morph plan p.json -o p.json`` lost the profile."""
+    (profile := tmp_path / "p.json").touch()
+    (link := tmp_path / "link").symlink_to(profile)
+    check_output(tmp_path / "plan.json", read=profile)
+    with pytest.raises(InputError, match="link: cannot be written: the command reads this file; allowed: another name"):
+        check_output(link, read=profile)
+
+
+def test_what_a_user_requests_is_written_through_a_link(tmp_path: Path) -> None:
+    link = tmp_path / "link"
     link.symlink_to("file")
-    reader = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
-    write_output(pipe, "text")
-    assert os.read(reader, 9) == b"text"
-    os.close(reader)
     write_output(link, "text")
     assert (link.is_symlink(), (tmp_path / "file").read_text()) == (True, "text")
     (tmp_path / "lost").symlink_to("no/file")
     with pytest.raises(InputError, match="lost: cannot be written: No such file"):
         write_output(tmp_path / "lost", "text")
+
+
+def test_an_output_replaces_no_device_and_no_pipe(tmp_path: Path) -> None:
+    """``--csv /dev/stdout`` as root put a file in the place of the device, also where a link leads to a file."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/null"), Path("/dev/stdout"), Path("/dev/new")):
+        with pytest.raises(InputError, match=f"^{path}: cannot be written: it is a device or a pipe; allowed: a reg"):
+            check_output(path)
+
+
+@pytest.mark.parametrize("name", [run_dir.RUN, run_dir.LOCK, run_dir.COMMAND, run_dir.JOURNAL, run_dir.ATTACHMENT])
+def test_an_output_replaces_no_file_that_its_run_needs(tmp_path: Path, name: str) -> None:
+    check_output(tmp_path / name)
+    (tmp_path / run_dir.RUN).touch()
+    with pytest.raises(InputError, match="the run in its folder needs this file; allowed: another name"):
+        check_output(tmp_path / name)
+    check_output(tmp_path / "report.html", tmp_path / "timeline-0.json")
 
 
 Change = Callable[[dict[str, Any]], Any]
