@@ -38,7 +38,7 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
 
 
 def check_output(*paths: Path | None, read: Path | None = None) -> None:
-    """Refuse what cannot be written, devices, files of code, settings or a run, and what is ``read``, before any work."""
+    """Refuse what cannot be written, devices, files of code, settings or a run, and what is ``read``, before work."""
     for path in filter(None, paths):
         problem, allowed = "", "a file in an existing folder"
         if path.is_dir():
