@@ -22,12 +22,10 @@ from pydantic import Field
 from manager.host.signals import STOP_SIGNAL
 from morph.contract.base import Value, read_json
 from morph.contract.errors import RunDirError, RunDirStuck, WaitTimeout
-from morph.contract.files import NO_ROOM, PRIVATE, write_whole
+from morph.contract.files import NO_ROOM, PRIVATE, RUN, write_whole
 from morph.contract.job_facts import JobFacts
 from morph.contract.kinds import mistaken
 
-RUN = "run.json"
-"""The identity of the run: ``RunFacts``. A directory with this file is a run directory."""
 LOCK = "run.lock"
 """The file locked by the manager, with its process id and host. The manager touches it as a sign of life."""
 GOES_ON = "goes_on.json"

@@ -42,7 +42,7 @@ def show_command(
     from morph.contract.profile import load_profile
     from morph.tables import table, wide_console
 
-    check_output(png)
+    check_output(png, read=[profile])
     shown = load_profile(profile)
     if node_type is not None:
         with places({"node_types": (str(profile), "--node-type")}):

@@ -123,7 +123,7 @@ def replay_command(  # noqa: C901 (checks of options, one after the other)
     from morph.contract.cluster import ClusterConfig
     from simulator import PlanRequest
 
-    check_output(csv, parquet, png)
+    check_output(csv, parquet, png, read=[profile, *(traces or ()), like, model, cluster])
     if parquet is not None and importlib.util.find_spec("pyarrow") is None:
         allowed = "pip install -e '.[parquet]' in the clone of Morph, or --csv"
         raise ConfigError("needs pyarrow", field="--parquet", value=str(parquet), allowed=allowed)

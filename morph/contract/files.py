@@ -6,7 +6,7 @@ import errno
 import io
 import os
 import zipfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from morph.contract.errors import InputError
@@ -15,7 +15,7 @@ NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS})
 """Errors of a disk that is full or read-only, which may pass."""
 PRIVATE = 0o600
 RUN = "run.json"
-"""The file that makes a folder that of a run."""
+"""The identity of a run; a directory with this file is a run directory."""
 FILES_OF_RUNS = frozenset(
     {RUN, "run.lock", "command.json", "journal.sqlite", "attach.json", "vms.json", "lease.json", "goes_on.json"}
 )
@@ -37,8 +37,9 @@ def write_whole(path: Path, content: str | bytes, mode: int = 0o666) -> None:
         raise
 
 
-def check_output(*paths: Path | None, read: Path | None = None) -> None:
+def check_output(*paths: Path | None, read: Iterable[Path | None] = ()) -> None:
     """Refuse what cannot be written, devices, files of code, settings or a run, and what is ``read``, before work."""
+    inputs = [each for each in read if each is not None and each.exists()]
     for path in filter(None, paths):
         problem, allowed = "", "a file in an existing folder"
         if path.is_dir():
@@ -47,7 +48,7 @@ def check_output(*paths: Path | None, read: Path | None = None) -> None:
             problem, allowed = "it is a device or a pipe", "a regular file"  # a rename would replace it
         elif path.name in FILES_OF_RUNS and (path.parent / RUN).exists():
             problem, allowed = "the run in its folder needs this file", "another name"
-        elif read is not None and read.exists() and path.exists() and path.samefile(read):
+        elif path.exists() and any(path.samefile(each) for each in inputs):
             problem, allowed = "the command reads this file", "another name"
         elif path.suffix in (".py", ".yaml", ".yml"):
             problem, allowed = f"{path.suffix} is the ending of code or settings", "another name"

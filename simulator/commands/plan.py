@@ -151,7 +151,7 @@ def plan_command(
     from simulator import plan
     from simulator.search.preference import Errors, preferred
 
-    check_output(output, csv, png, read=profile)
+    check_output(output, csv, png, read=[profile])
     chosen = read_settings(settings or (), PlanSettings)
     numbers = _numbers(given_options(context, chosen), gpus, aim)
     on_types = None if pool is None else Pool.parse(pool, "--pool")

@@ -93,7 +93,7 @@ def simulate_command(
     from simulator.inputs.node_types import check_made_for
     from simulator.search.planner import advice
 
-    check_output(png, read=profile)
+    check_output(png, read=[profile])
     chosen = read_settings(settings or (), SimulateSettings)
     given = given_options(context, chosen)
     if pipeline_depth is None and plan is None:

@@ -109,7 +109,7 @@ def convert_command(
     from morph.contract.trace import write_trace
     from simulator.traces.importers import part_of
 
-    check_output(output)
+    check_output(output, read=traces)
     trace = read_traces(traces, zone, instance_type, seed)
     if from_h or hours is not None:
         end_s = trace.duration_s if hours is None else (from_h + hours) * 3600
@@ -148,7 +148,7 @@ def generate_command(
     """
     from morph.contract.trace import write_trace
 
-    check_output(output, save_model)
+    check_output(output, save_model, read=[like, model])
     spot_model = model_of(vms, like, model, read_settings(settings or (), DrawnTrace))
     trace = spot_model.draw(seed, hours * 3600)
     write_trace(trace, output)
@@ -174,7 +174,7 @@ def plot_command(
     from simulator.render.trace import draw_trace
     from simulator.traces.fitting import fit as fitted
 
-    check_output(png)
+    check_output(png, read=traces)
     trace = read_traces(traces)
     name = traces[0].stem if len(traces) == 1 else f"{len(traces)} traces"
     with places({"trace": (", ".join(map(str, traces)), "--fit")}):

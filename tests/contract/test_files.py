@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from manager import run_dir
 from morph.contract.errors import InputError, PlanError, ProfileError
-from morph.contract.files import PRIVATE, check_output, write_output, write_whole
+from morph.contract.files import PRIVATE, RUN, check_output, write_output, write_whole
 from morph.contract.plan import Expectation, PipelineKind, Plan, StagePlan, kinds_in, load_plan, reduction_rounds
 from morph.contract.pool import Pool
 from morph.contract.profile import Profile, load_profile
@@ -44,9 +44,9 @@ def test_an_output_does_not_replace_what_its_command_reads(tmp_path: Path) -> No
     """``morph plan p.json -o p.json`` lost the profile."""
     (profile := tmp_path / "p.json").touch()
     (link := tmp_path / "link").symlink_to(profile)
-    check_output(tmp_path / "plan.json", read=profile)
+    check_output(tmp_path / "plan.json", read=[profile, None, tmp_path / "gone"])
     with pytest.raises(InputError, match="link: cannot be written: the command reads this file; allowed: another name"):
-        check_output(link, read=profile)
+        check_output(link, read=[None, profile])
 
 
 def test_what_a_user_requests_is_written_through_a_link(tmp_path: Path) -> None:
@@ -67,10 +67,10 @@ def test_an_output_replaces_no_device_and_no_pipe(tmp_path: Path) -> None:
             check_output(path)
 
 
-@pytest.mark.parametrize("name", [run_dir.RUN, run_dir.LOCK, run_dir.COMMAND, run_dir.JOURNAL, run_dir.ATTACHMENT])
+@pytest.mark.parametrize("name", [RUN, run_dir.LOCK, run_dir.COMMAND, run_dir.JOURNAL, run_dir.ATTACHMENT])
 def test_an_output_replaces_no_file_that_its_run_needs(tmp_path: Path, name: str) -> None:
     check_output(tmp_path / name)
-    (tmp_path / run_dir.RUN).touch()
+    (tmp_path / RUN).touch()
     with pytest.raises(InputError, match="the run in its folder needs this file; allowed: another name"):
         check_output(tmp_path / name)
     check_output(tmp_path / "report.html", tmp_path / "timeline-0.json")
